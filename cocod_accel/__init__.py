@@ -1,0 +1,35 @@
+"""Train a PyTorch model on many workers without waiting for the network or for the slowest machine.
+
+    from cocod_accel import attach, CoCoDSGD
+
+    model, optimizer = accelerator.prepare(model, optimizer)
+    sync = attach(model, optimizer, CoCoDSGD(period=5), weight=batch_size)
+
+The training loop stays as it is. See :func:`attach` and :class:`Sync`.
+"""
+
+from cocod_accel.algorithms import (
+    ALGORITHMS,
+    SSGD,
+    Algorithm,
+    AsynLocalSGD,
+    CoCoDSGD,
+    LocalSGD,
+    PipeSGD,
+)
+from cocod_accel.attach import Stats, Sync, attach
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALGORITHMS",
+    "SSGD",
+    "Algorithm",
+    "AsynLocalSGD",
+    "CoCoDSGD",
+    "LocalSGD",
+    "PipeSGD",
+    "Stats",
+    "Sync",
+    "attach",
+]

@@ -1,0 +1,92 @@
+"""The contract between an algorithm and whatever drives it (DDP hooks, an engine, a simulator).
+
+A driver calls, for one worker:
+
+    method = algorithm.bind(replica)      # a copy with state of its own; the user's object is never changed
+    method.start(equal)                   # equal: all workers begin with the same parameters
+    repeat:
+        method.reduce(bucket)             # only if ``reduces_gradients``: for each bucket of a backward
+        (optimizer step)
+        at a round end:
+            method.launch()               # take in what was started one round ago, start what must travel now
+            method.land()                 # complete what must be complete before the next step
+    method.drain()                        # merge or drop what is still in flight
+
+Launch and land are separate calls so that a driver of several workers can launch all before landing any. An
+algorithm sees tensors and a :class:`~cocod_accel.averaging.Replica`, never DDP.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor
+from torch.futures import Future
+
+from cocod_accel.averaging import Replica
+from cocod_accel.rounds import Period, PeriodLike
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some of a backward's gradients: a flat tensor, views of it for each parameter, and whether more will follow."""
+
+    flat: Tensor
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+    is_last: bool
+
+
+class Algorithm:
+    """Base of all algorithms: plain local training with rounds in which nothing happens."""
+
+    name: ClassVar[str]
+    #: False: gradients stay on the worker, and no backward or forward enters a collective.
+    reduces_gradients: ClassVar[bool] = False
+    #: False: each worker passes a period of its own.
+    same_period: ClassVar[bool] = True
+    #: True: weights must be equal.
+    needs_equal_weights: ClassVar[bool] = False
+
+    replica: Replica
+
+    def __init__(self, period: PeriodLike) -> None:
+        self.period = Period.parse(period)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(period={self.period})"
+
+    def bind(self, replica: Replica) -> Self:
+        """A copy of this algorithm that works on ``replica``."""
+        bound = copy.copy(self)
+        bound.replica = replica
+        return bound
+
+    def start(self, equal: bool) -> None:
+        """Training begins; ``equal`` tells whether all workers hold the same parameters."""
+
+    def launch(self) -> None:
+        """A round has ended: take in what was started one round ago, start what must travel now."""
+
+    def land(self) -> None:
+        """Complete what must be complete before the next step."""
+
+    def drain(self) -> None:
+        """Merge or drop what is in flight, because the run stops here for a while."""
+
+    def reduce(self, bucket: Bucket) -> Future[Tensor]:
+        """What a bucket's gradients become when ``reduces_gradients``."""
+        raise RuntimeError(f"{self.name} does not reduce gradients")
+
+    def before_step(self, has_closure: bool) -> None:
+        """The optimizer of a bare module, whose gradients no bucket has carried, is about to step."""
+
+    def state(self) -> list[Tensor] | None:
+        """What is in flight, waited for but not merged; None if nothing is."""
+        return self.replica.in_flight_state()
+
+    def load_state(self, state: list[Tensor] | None) -> None:
+        """Replace what is in flight."""
+        self.replica.load_in_flight_state(state)

@@ -1,0 +1,22 @@
+"""Local-SGD: k local steps, then everybody waits for the mean."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from cocod_accel.algorithms.base import Algorithm
+
+
+class LocalSGD(Algorithm):
+    """Local SGD (Stich 2018): after every k local steps, blocking, floating buffers included::
+
+    x_i <- sum_j w_j x_j
+    """
+
+    name: ClassVar[str] = "local"
+
+    def launch(self) -> None:
+        self.replica.launch(with_buffers=True)
+
+    def land(self) -> None:
+        self.replica.adopt()

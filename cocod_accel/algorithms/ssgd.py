@@ -1,0 +1,56 @@
+"""S-SGD: the weighted mean gradient in every step."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from torch import Tensor
+from torch.futures import Future
+
+from cocod_accel.algorithms.base import Algorithm, Bucket
+from cocod_accel.averaging import Replica
+from cocod_accel.comm import Handle, exposed_and_hidden
+
+
+class SSGD(Algorithm):
+    """Synchronous SGD: in every backward, bucket by bucket::
+
+        g <- sum_j w_j g_j
+
+    With equal weights this is plain DDP, to the bit.
+    """
+
+    name: ClassVar[str] = "ssgd"
+    reduces_gradients: ClassVar[bool] = True
+
+    _handles: list[Handle]
+
+    def __init__(self) -> None:
+        super().__init__(period=1)
+
+    def __repr__(self) -> str:
+        return "SSGD()"
+
+    def bind(self, replica: Replica) -> Self:
+        bound = super().bind(replica)
+        bound._handles = []
+        return bound
+
+    def start(self, equal: bool) -> None:
+        # Mean gradients keep equal models equal; they never make different ones equal.
+        if not equal:
+            self.replica.equalise()
+
+    def reduce(self, bucket: Bucket) -> Future[Tensor]:
+        self.replica.weights.scale_gradient_(bucket.flat)
+        handle = self.replica.comm.launch([bucket.flat])
+        self._handles.append(handle)
+        return handle.future()
+
+    def launch(self) -> None:
+        # DDP waits for the buckets at the end of backward: after the last launch nothing is left to hide behind.
+        handles, self._handles = self._handles, []
+        if handles:
+            spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
+            exposed, hidden = exposed_and_hidden(spans, blocked_from=handles[-1].start_seconds)
+            self.replica.traffic.add(sum(handle.num_bytes for handle in handles), exposed, hidden)

@@ -1,0 +1,263 @@
+"""Attach an algorithm to a training loop that stays as it is.
+
+:func:`attach` checks everything on every worker, agrees with the others in one gather, and returns a :class:`Sync`:
+the one object that owns the communication hook, the round clock and the averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.attempts import AttemptCounter
+from cocod_accel.averaging import Replica, Traffic, Weights, check_weight
+from cocod_accel.checks import (
+    ATTACHED,
+    Report,
+    Subject,
+    check_agreement,
+    check_weights,
+    described,
+    group_of,
+    raise_problems,
+)
+from cocod_accel.comm import Communicator, SoloComm, TorchComm, exchange_reports, private_group
+from cocod_accel.ddp import LocalPhase, keep_local
+from cocod_accel.rounds import RoundClock
+
+_STATE_VERSION = 1
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Any,
+    algorithm: Algorithm,
+    *,
+    weight: float = 1,
+) -> Sync:
+    """Train ``model`` with ``algorithm`` in a loop that stays as it is.
+
+    Args:
+        model: a ``DistributedDataParallel`` model, as ``accelerator.prepare`` or torch makes it; compiled or not. With
+            one process a bare module will do.
+        optimizer: the optimizer that trains it, bare or prepared; or a list of them.
+        algorithm: e.g. ``CoCoDSGD(period=5)``. The same on every worker.
+        weight: this worker's batch size M_i; the mean model is sum_j M_j x_j / sum_j M_j.
+
+    Every worker must call this at the same point. What is wrong on one worker is raised on all of them.
+    """
+    problem: Exception | None = None
+    subject: Subject | None = None
+    try:
+        subject = Subject.examine(model, optimizer, algorithm, weight)
+    except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
+        problem = error
+    group = subject.group if subject is not None else group_of(model)
+    reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group)
+    raise_problems(reports, problem)
+    assert subject is not None
+    check_agreement(reports, algorithm)
+
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    comm: Communicator = SoloComm()
+    if len(reports) > 1:
+        assert subject.router is not None
+        if not all(report.has_private_group for report in reports):
+            subject.router.private_group = private_group(group)
+        comm = TorchComm(subject.router.private_group)
+    weights = Weights(tuple(report.weight for report in reports), rank)
+    equal = len({report.trainable_digest for report in reports}) == 1
+    return Sync(subject, algorithm, comm, weights, equal)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What synchronising has cost so far. Also a mapping, so that it can be logged as it is."""
+
+    #: Rounds that have ended.
+    rounds: int
+    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload.
+    bytes: int
+    #: Seconds the main thread was blocked by communication.
+    exposed_seconds: float
+    #: Seconds communication ran while the main thread computed.
+    hidden_seconds: float
+    #: ||x_t - mean_t|| / ||mean_t|| at the last merge.
+    drift: float
+
+    def keys(self) -> list[str]:
+        return list(asdict(self))
+
+    def __getitem__(self, key: str) -> float:
+        return asdict(self)[key]  # type: ignore[no-any-return]
+
+
+class Sync:
+    """What :func:`attach` returns. As a context manager it finishes on a clean exit and detaches on any."""
+
+    def __init__(
+        self, subject: Subject, algorithm: Algorithm, comm: Communicator, weights: Weights, equal: bool
+    ) -> None:
+        self._subject = subject
+        self._replica = Replica(subject.trainable, subject.buffers, comm, weights)
+        self._method = algorithm.bind(self._replica)
+        self._clock = RoundClock(algorithm.period)
+        self._is_attached = True
+        self._is_averaged = False
+        self._phase: LocalPhase | None = None
+        if subject.ddp is not None and subject.router is not None:
+            if algorithm.reduces_gradients:
+                subject.router.reduce = self._method.reduce
+            else:
+                subject.router.reduce = keep_local
+                self._phase = LocalPhase(subject.ddp)
+        self._counter = AttemptCounter(
+            subject.model, subject.optimizers, subject.trainable, self._end_attempt, self._before_step
+        )
+        ATTACHED.add(subject.module)
+        self._method.start(equal)
+
+    # ---- what a loop calls
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model is the weighted mean of all workers' models, buffers too; then the local state is back.
+
+        Collective. An average in flight is left alone.
+        """
+        self._check_usable("averaged()")
+        self._counter.settle()
+        self._is_averaged = self._counter.paused = True
+        try:
+            with self._replica.averaged():
+                yield
+        finally:
+            self._is_averaged = self._counter.paused = False
+
+    def finish(self) -> None:
+        """Merge what is in flight, then give every worker the exact mean. Collective; training may go on after it."""
+        self._check_usable("finish()")
+        self._counter.settle()
+        self._method.drain()
+        self._replica.equalise()
+        self._clock.restart()
+
+    def reweight(self, weight: float) -> None:
+        """Finish with the old weights, then start a round with new ones. Collective."""
+        self._check_usable("reweight()")
+        problem: Exception | None = None
+        value = float("nan")
+        try:
+            value = check_weight(weight)
+        except (TypeError, ValueError) as error:
+            problem = error
+        reports = exchange_reports(Report(error=described(problem), weight=value), self._subject.group)
+        raise_problems(reports, problem)
+        weights = Weights(tuple(report.weight for report in reports), self._replica.comm.rank)
+        check_weights(self._method, weights)
+        self.finish()
+        self._replica.weights = weights
+
+    def stats(self) -> Stats:
+        """Counters since attach (or since the run that was resumed began). ``averaged()`` is not counted."""
+        traffic = self._replica.traffic
+        return Stats(
+            rounds=self._clock.rounds,
+            bytes=traffic.num_bytes,
+            exposed_seconds=traffic.exposed_seconds,
+            hidden_seconds=traffic.hidden_seconds,
+            drift=self._replica.drift,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What model and optimizer do not hold, on this worker. Waits for what is in flight; starts no collective."""
+        self._check_usable("state_dict()")
+        self._counter.settle()
+        return {
+            "version": _STATE_VERSION,
+            "algorithm": self._method.name,
+            "attempts": self._clock.attempts,
+            "rounds": self._clock.rounds,
+            "round_start": self._clock.start,
+            "in_flight": self._method.state(),
+            "drift": self._replica.drift_parts,
+            "traffic": asdict(self._replica.traffic),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict()`` was taken; the caller loads this worker's model and optimizer."""
+        self._check_usable("load_state_dict()")
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"state version {state.get('version')!r} is not {_STATE_VERSION}; it was saved by another release"
+            )
+        saved, attached = state["algorithm"], self._method.name
+        if saved != attached:
+            raise ValueError(f"the state was saved with {saved}, attached is {attached}; attach the same algorithm")
+        self._method.load_state(state["in_flight"])
+        self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
+        self._clock.start = state["round_start"]
+        self._replica.drift_parts = state["drift"]
+        self._replica.traffic = Traffic(**state["traffic"])
+        self._counter.forget()
+
+    def detach(self) -> None:
+        """Remove everything that was added; the model trains as plain DDP again. No collective; may be called again."""
+        if self._is_attached:
+            self._is_attached = False
+            self._counter.remove()
+            if self._phase is not None:
+                self._phase.end()
+            if self._subject.router is not None:
+                self._subject.router.reduce = None
+            ATTACHED.discard(self._subject.module)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._is_attached:
+                self.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        if kind is not None:
+            self._abandon()
+        self.detach()
+
+    # ---- what the hooks call
+
+    def _end_attempt(self) -> None:
+        if self._clock.tick():
+            self._method.launch()
+            self._method.land()
+
+    def _before_step(self, has_closure: bool) -> None:
+        if self._is_averaged:
+            raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+        if self._subject.ddp is None:
+            self._method.before_step(has_closure)
+
+    # ---- details
+
+    def _check_usable(self, call: str) -> None:
+        if not self._is_attached:
+            raise RuntimeError(f"{call} after detach(); attach again first")
+        if self._is_averaged and call != "state_dict()":
+            raise RuntimeError(f"{call} inside averaged(); leave the with block first")
+
+    def _abandon(self) -> None:
+        # Other workers may be anywhere: nothing may wait for them, and what is in flight stays behind on its group.
+        if self._subject.router is not None:
+            self._subject.router.private_group = None
+        self.detach()

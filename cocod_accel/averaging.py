@@ -1,0 +1,415 @@
+"""Weighted averaging over flat buffers: weights, flattening, snapshot, merge.
+
+The merge rules are pure functions on tensors. :class:`Replica` holds one worker's tensors and the one
+average it may have in flight; algorithms are written in its verbs: launch, merge, adopt, drop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from cocod_accel.comm import Communicator, Handle
+
+# Tensors are processed in pieces of about this size on CPU, so that consecutive passes over a piece (copy and
+# scale; subtract, norm and add) find it in the cache. One large parameter stays one piece.
+_CPU_SEGMENT_BYTES = 1 << 20
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def check_weight(weight: object) -> float:
+    """A worker's weight M_i as a positive finite float."""
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise TypeError(f"weight={weight!r} is not a number; pass this worker's batch size, e.g. weight=32")
+    value = float(weight)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"weight={weight!r} must be positive and finite; pass this worker's batch size, e.g. weight=32"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Every worker's weight M_j, seen from worker ``rank``: the mean is sum_j M_j x_j / sum_j M_j.
+
+    The sum is formed with the reduced integers (1 and 2 for batches 32 and 64) and divided once. Multiplying by
+    a rounded w_i = M_i / sum M_j instead would make the weights add up to 1 + 3e-8 in float32, and the model would grow
+    by that factor in every round.
+    """
+
+    values: tuple[float, ...]
+    rank: int = 0
+
+    @cached_property
+    def _reduced(self) -> tuple[float, ...]:
+        if len(set(self.values)) == 1:
+            return (1.0,) * len(self.values)
+        if all(value.is_integer() for value in self.values):
+            divisor = math.gcd(*(int(value) for value in self.values))
+            return tuple(value / divisor for value in self.values)
+        # Only a power of two divides every float exactly; it keeps tiny and huge weights in range.
+        exponent = math.frexp(max(self.values))[1]
+        return tuple(math.ldexp(value, -exponent) for value in self.values)
+
+    @property
+    def equal(self) -> bool:
+        return len(set(self.values)) == 1
+
+    @property
+    def share(self) -> float:
+        """w_i = M_i / sum M_j of this worker."""
+        return self.values[self.rank] / math.fsum(self.values)
+
+    @property
+    def factor(self) -> float:
+        """What this worker multiplies its tensors by before the sum."""
+        return self._reduced[self.rank]
+
+    @property
+    def total(self) -> float:
+        """What the sum over all workers is divided by."""
+        return math.fsum(self._reduced)
+
+    def scale_gradient_(self, gradient: Tensor) -> Tensor:
+        """g_i -> w_i g_i in place; with equal weights exactly what stock DDP does."""
+        return gradient.div_(len(self.values)) if self.equal else gradient.mul_(self.share)
+
+
+# ------------------------------------------------------------------------------------------ flat buffers
+
+
+def payload_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Averages are formed in float32 at least: 16-bit sums lose the small differences between workers."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as the pairs of reals it consists of; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _view_like(piece: Tensor, tensor: Tensor) -> Tensor:
+    """``piece`` (flat, same number of elements) shaped like ``tensor``, in its memory order where that is simple."""
+    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
+            return piece.as_strided(tensor.size(), tensor.stride())
+    return piece.view(tensor.size())
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a flat buffer, and the tensors it stands for."""
+
+    flat: Tensor
+    views: list[Tensor]
+    sources: list[Tensor]
+    is_extra: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        # Looked up at every use: a parameter's storage may have been replaced (p.data = ...) since it was flattened.
+        if any(source.is_complex() for source in self.sources):
+            return [as_real(source) for source in self.sources]
+        return self.sources
+
+
+class FlatCopy:
+    """One flat copy of a list of tensors: a contiguous buffer per device and payload dtype.
+
+    ``extras`` (a model's floating buffers) travel in the same buffers, in segments of their own.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], extras: Sequence[Tensor] = ()) -> None:
+        self.sources = [*sources, *extras]
+        blocks: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for is_extra, tensors in enumerate((sources, extras)):
+            for tensor in tensors:
+                key = tensor.device, payload_dtype(tensor.dtype)
+                blocks.setdefault(key, ([], []))[is_extra].append(tensor)
+        self.buffers: list[Tensor] = []
+        self.segments: list[Segment] = []
+        for (device, dtype), parts in blocks.items():
+            sizes = [sum(as_real(tensor).numel() for tensor in part) for part in parts]
+            buffer = torch.empty(sum(sizes), device=device, dtype=dtype)
+            self.buffers.append(buffer)
+            for is_extra, piece in enumerate(torch.split(buffer, sizes)):
+                self.segments.extend(_cut(piece, parts[is_extra], bool(is_extra)))
+
+    def load(self) -> None:
+        """tensors -> buffers"""
+        for segment in self.segments:
+            torch._foreach_copy_(segment.views, segment.tensors)
+
+    def store(self) -> None:
+        """buffers -> tensors"""
+        for segment in self.segments:
+            torch._foreach_copy_(segment.tensors, segment.views)
+
+    @cached_property
+    def views(self) -> dict[Tensor, Tensor]:
+        """The stretch of buffer that stands for each tensor (tensors hash by identity)."""
+        return {
+            source: view
+            for segment in self.segments
+            for source, view in zip(segment.sources, segment.views, strict=True)
+        }
+
+    def clone_buffers(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self.buffers]
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Take values made by :meth:`clone_buffers` for the same tensors."""
+        sizes, expected = [value.numel() for value in values], [buffer.numel() for buffer in self.buffers]
+        if sizes != expected:
+            raise ValueError(
+                f"the saved average has {sizes} elements, this model needs {expected}; load a state of this model"
+            )
+        for buffer, value in zip(self.buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+def _cut(buffer: Tensor, members: list[Tensor], is_extra: bool) -> Iterator[Segment]:
+    limit = _CPU_SEGMENT_BYTES if buffer.device.type == "cpu" else math.inf
+    start = offset = 0
+    views: list[Tensor] = []
+    sources: list[Tensor] = []
+    for member in members:
+        real = as_real(member)
+        views.append(_view_like(buffer[offset : offset + real.numel()], real))
+        sources.append(member)
+        offset += real.numel()
+        if (offset - start) * buffer.element_size() >= limit:
+            yield Segment(buffer[start:offset], views, sources, is_extra)
+            start, views, sources = offset, [], []
+    if sources:
+        yield Segment(buffer[start:offset], views, sources, is_extra)
+
+
+# ----------------------------------------------------------------------------------------- merge rules
+
+
+def mean_(weighted_sum: Tensor, total: float) -> Tensor:
+    """weighted_sum <- mean = weighted_sum / total."""
+    return weighted_sum.div_(total)
+
+
+def negated_delta_(weighted_sum: Tensor, snapshot: Tensor, total: float) -> Tensor:
+    """weighted_sum <- x_t - mean_t, with mean_t = weighted_sum / total, in one pass."""
+    divisor = torch.full((), total, dtype=weighted_sum.dtype, device=weighted_sum.device)
+    return torch.addcdiv(snapshot, weighted_sum, divisor, value=-1, out=weighted_sum)
+
+
+# ------------------------------------------------------------------------------------------- a replica
+
+
+@dataclass
+class Traffic:
+    """What communication has cost this worker so far."""
+
+    num_bytes: int = 0
+    exposed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+
+    def wait_for(self, handle: Handle) -> None:
+        """Wait for a collective, and count what it cost."""
+        handle.wait()
+        self.add(handle.num_bytes, handle.exposed_seconds, handle.hidden_seconds)
+
+    def add(self, num_bytes: int, exposed_seconds: float, hidden_seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.exposed_seconds += exposed_seconds
+        self.hidden_seconds += hidden_seconds
+
+
+class _Drift:
+    """||x_t - mean_t||^2 and ||mean_t||^2 in parts, kept on their devices: reading them would wait for the device."""
+
+    def __init__(self) -> None:
+        self.distances: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+
+@dataclass
+class _InFlight:
+    """An average under way: the snapshot x_t and the buffers that become sum_j M_j x_t^j."""
+
+    snapshot: FlatCopy
+    total: FlatCopy
+    handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t
+
+
+class Replica:
+    """One worker's model: what is averaged, with which weights, and the one average it may have in flight.
+
+    ``buffers`` is asked anew at every use, because a module may rebind a buffer instead of writing into it.
+    With one worker nothing is ever in flight, so every verb leaves the model as it is, bit for bit.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Callable[[], list[Tensor]],
+        comm: Communicator,
+        weights: Weights,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.buffers = buffers
+        self.comm = comm
+        self.weights = weights
+        self.traffic = Traffic()
+        self._in_flight: _InFlight | None = None
+        self._pair: tuple[FlatCopy, FlatCopy] | None = None
+        self._drift = _Drift()
+
+    @property
+    def drift(self) -> float:
+        """||x_t - mean_t|| / ||mean_t|| at the last merge; 0 before it."""
+        distance, norm = self.drift_parts
+        return math.sqrt(distance / norm) if norm > 0 else 0.0
+
+    @property
+    def drift_parts(self) -> tuple[float, float]:
+        distances, norms = self._drift.distances, self._drift.norms
+        return math.fsum(float(part) for part in distances), math.fsum(float(part) for part in norms)
+
+    @drift_parts.setter
+    def drift_parts(self, parts: tuple[float, float]) -> None:
+        self._drift = _Drift()
+        self._drift.distances, self._drift.norms = ([torch.tensor(part, dtype=torch.float64)] for part in parts)
+
+    # ---- the verbs of an algorithm
+
+    @torch.no_grad()
+    def launch(self, *, with_buffers: bool = False) -> None:
+        """Keep x_t and start the sum of M_i x_t in the background."""
+        assert self._in_flight is None, "an average is already in flight"
+        if self.comm.size == 1:
+            return
+        snapshot, total = self._flat_pair(self._floating_buffers() if with_buffers else [])
+        for local, scaled in zip(snapshot.segments, total.segments, strict=True):
+            torch._foreach_copy_(local.views, local.tensors)
+            torch.mul(local.flat, self.weights.factor, out=scaled.flat)
+        self._in_flight = _InFlight(snapshot, total, self.comm.launch(total.buffers))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """x <- x + (mean_t - x_t), if an average is in flight."""
+        if self._in_flight is None:
+            return
+        self.land()
+        for segment in self._in_flight.total.segments:
+            # Minus (x_t - mean_t) rounds like plus (mean_t - x_t).
+            torch._foreach_sub_(segment.tensors, segment.views)
+        self._in_flight = None
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """x <- mean_t, if an average is in flight."""
+        if self._in_flight is None:
+            return
+        flight, self._in_flight = self._in_flight, None
+        assert flight.handle is not None, "a landed average keeps only its delta"
+        self.traffic.wait_for(flight.handle)
+        drift = _Drift()
+        for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
+            mean_(segment.flat, self.weights.total)
+            torch._foreach_copy_(segment.tensors, segment.views)
+            if not segment.is_extra:
+                drift.norms.append(segment.flat.dot(segment.flat))
+                drift.distances.append(local.flat.sub_(segment.flat).square_().sum())
+        self._drift = drift
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for the average in flight and keep mean_t - x_t; the model is not touched."""
+        flight = self._in_flight
+        if flight is None or flight.handle is None:
+            return
+        self.traffic.wait_for(flight.handle)
+        flight.handle = None
+        drift = _Drift()
+        for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
+            drift.norms.append(segment.flat.dot(segment.flat) / self.weights.total**2)
+            negated_delta_(segment.flat, local.flat, self.weights.total)
+            drift.distances.append(segment.flat.dot(segment.flat))
+        self._drift = drift
+
+    @torch.no_grad()
+    def equalise(self) -> None:
+        """x <- the mean of all workers' models now, buffers too, blocking."""
+        assert self._in_flight is None, "merge or adopt what is in flight first"
+        self._pair = None  # room for the larger payload: two flat copies at a time are enough
+        self.launch(with_buffers=True)
+        self.adopt()
+        self._pair = None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Hold the mean of all workers' models, buffers too; afterwards the local state is back bit for bit."""
+        with torch.no_grad():
+            floating = self._floating_buffers()
+            others = [buffer for buffer in self.buffers() if not buffer.is_floating_point()]
+            kept_others = [buffer.clone() for buffer in others]
+            local = FlatCopy(self.parameters, floating)
+            local.load()
+            if self.comm.size > 1:
+                mean = FlatCopy(self.parameters, floating)
+                for source, scaled in zip(local.buffers, mean.buffers, strict=True):
+                    torch.mul(source, self.weights.factor, out=scaled)
+                # Not counted in the traffic: this is evaluation, and training time is what the counters explain.
+                self.comm.launch(mean.buffers).wait()
+                for buffer in mean.buffers:
+                    mean_(buffer, self.weights.total)
+                mean.store()
+                del mean
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                local.store()
+                torch._foreach_copy_(others, kept_others)
+
+    # ---- the state between two steps
+
+    def in_flight_state(self) -> list[Tensor] | None:
+        """x_t - mean_t of the average in flight, waited for; None if there is none."""
+        self.land()
+        return None if self._in_flight is None else self._in_flight.total.clone_buffers()
+
+    def load_in_flight_state(self, state: list[Tensor] | None) -> None:
+        """Replace what is in flight by a saved average."""
+        if state is None or self.comm.size == 1:
+            self.land()
+            self._in_flight = None
+            return
+        # Checked on a copy of its own, so that a wrong state leaves everything as it was.
+        loaded = FlatCopy(self.parameters)
+        loaded.fill(state)
+        self.land()
+        self._pair = FlatCopy(self.parameters), loaded
+        self._in_flight = _InFlight(*self._pair, handle=None)
+
+    # ---- details
+
+    def _floating_buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self.buffers() if buffer.is_floating_point()]
+
+    def _flat_pair(self, extras: list[Tensor]) -> tuple[FlatCopy, FlatCopy]:
+        wanted = [*self.parameters, *extras]
+        if self._pair is not None:
+            held = self._pair[0].sources
+            if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
+                return self._pair
+            self._pair = None
+        self._pair = FlatCopy(self.parameters, extras), FlatCopy(self.parameters, extras)
+        return self._pair

@@ -1,0 +1,198 @@
+"""Everything that is checked before training starts: on each worker alone, then between workers.
+
+A worker that finds something wrong must not leave the others waiting, and workers that differ would corrupt each
+other's averages in silence. So each examines what it was given, all exchange one report, and all raise or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.averaging import Weights, check_weight
+from cocod_accel.comm import bytes_of, default_group
+from cocod_accel.ddp import HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
+
+#: Modules that an algorithm is attached to now.
+ATTACHED: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is attached to, examined on this worker alone."""
+
+    model: nn.Module
+    module: nn.Module
+    ddp: DistributedDataParallel | None
+    router: HookRouter | None
+    optimizers: list[Optimizer]
+    trainable: list[nn.Parameter]
+    frozen: list[nn.Parameter]
+    signature: str
+
+    @classmethod
+    def examine(cls, model: nn.Module, optimizer: Any, algorithm: Algorithm, weight: object) -> Subject:
+        if not isinstance(algorithm, Algorithm):
+            hint = f"pass {algorithm.__name__}(...)" if isinstance(algorithm, type) else "pass e.g. CoCoDSGD(period=5)"
+            raise TypeError(f"algorithm={algorithm!r} is not an algorithm; {hint}")
+        check_weight(weight)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        module, ddp = unwrap(model)
+        if module in ATTACHED:
+            raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
+        optimizers = torch_optimizers(optimizer)
+        if ddp is None and default_group() is not None:
+            raise TypeError(
+                f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
+                "wrap it first: accelerator.prepare(model) or DistributedDataParallel(model)"
+            )
+        if ddp is not None and ddp.mixed_precision is not None:
+            raise ValueError("DDP(mixed_precision=...) keeps a second set of parameters; use torch.autocast instead")
+        for line in unsupported_modules(module, local=not algorithm.reduces_gradients):
+            raise ValueError(line)
+        named = dict(module.named_parameters())
+        for name, parameter in named.items():
+            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+                raise TypeError(f"parameter {name} is a sharded DTensor; use DistributedDataParallel")
+        _check_ownership(optimizers, named)
+        ignored = ignored_names(ddp)
+        kept = {name: parameter for name, parameter in named.items() if name not in ignored}
+        return cls(
+            model=model,
+            module=module,
+            ddp=ddp,
+            router=None if ddp is None else router_of(ddp),
+            optimizers=optimizers,
+            trainable=[parameter for parameter in kept.values() if parameter.requires_grad],
+            frozen=[parameter for parameter in kept.values() if not parameter.requires_grad],
+            signature=_signature(module, kept),
+        )
+
+    @property
+    def group(self) -> Any:
+        """The workers this model is trained by; None if there is one."""
+        if self.ddp is None or dist.get_world_size(self.ddp.process_group) == 1:
+            return None
+        return self.ddp.process_group
+
+    def buffers(self) -> list[Tensor]:
+        ignored = ignored_names(self.ddp)
+        return [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker tells the others at attach."""
+
+    error: tuple[type[Exception], str] | None = None
+    weight: float = float("nan")
+    algorithm: str = ""
+    period: str = ""
+    signature: str = ""
+    trainable_digest: str = ""
+    frozen_digest: str = ""
+    has_private_group: bool = False
+
+    @classmethod
+    def of(cls, subject: Subject | None, algorithm: Algorithm, weight: Any, problem: Exception | None) -> Report:
+        if subject is None:
+            return cls(error=described(problem))
+        return cls(
+            weight=float(weight),
+            algorithm=algorithm.name,
+            period=str(algorithm.period) if algorithm.same_period else "",
+            signature=subject.signature,
+            trainable_digest=_digest(subject.trainable),
+            frozen_digest=_digest(subject.frozen),
+            has_private_group=subject.router is not None and subject.router.private_group is not None,
+        )
+
+
+def described(problem: Exception | None) -> tuple[type[Exception], str] | None:
+    if problem is None:
+        return None
+    kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
+    return kind, str(problem)
+
+
+def raise_problems(reports: Sequence[Report], problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            kind, message = report.error
+            raise kind(f"rank {rank}: {message}")
+
+
+def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
+    first = reports[0]
+    for rank, other in enumerate(reports[1:], start=1):
+        for what, fix in (
+            ("algorithm", "pass the same algorithm on every worker"),
+            ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
+        ):
+            ours, theirs = getattr(first, what), getattr(other, what)
+            if ours != theirs:
+                raise ValueError(f"workers differ in {what}: rank 0 has {ours}, rank {rank} has {theirs}; {fix}")
+        if first.signature != other.signature:
+            raise ValueError(
+                f"workers differ in their models: rank {rank} has other parameters or buffers than rank 0 "
+                "(name, shape, dtype, memory format or requires_grad); build the same model on every worker"
+            )
+        if first.frozen_digest != other.frozen_digest:
+            raise ValueError(
+                f"workers differ in frozen parameters, which are never sent: rank {rank} has other values than rank 0; "
+                "load the same weights on every worker"
+            )
+    check_weights(algorithm, Weights(tuple(report.weight for report in reports)))
+
+
+def check_weights(algorithm: Algorithm, weights: Weights) -> None:
+    if algorithm.needs_equal_weights and not weights.equal:
+        raise ValueError(
+            f"{type(algorithm).__name__} averages with equal weights, got {list(weights.values)}; "
+            "pass the same weight on every worker and a period in proportion to its speed"
+        )
+
+
+def _check_ownership(optimizers: Sequence[Optimizer], named: dict[str, nn.Parameter]) -> None:
+    owned = {id(parameter) for parameter in named.values()}
+    for optimizer in optimizers:
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
+        if foreign:
+            raise ValueError(
+                f"the optimizer holds {len(foreign)} parameter(s) the model does not, the first of shape "
+                f"{tuple(foreign[0].shape)}; build the optimizer from this model's parameters()"
+            )
+
+
+def group_of(model: object) -> Any:
+    """The group to report a problem to, as far as it can be told from a model that may be anything."""
+    while isinstance(model, nn.Module):
+        if isinstance(model, DistributedDataParallel):
+            return model.process_group if dist.get_world_size(model.process_group) > 1 else None
+        model = getattr(model, "_orig_mod", None)
+    return default_group()
+
+
+def _signature(module: nn.Module, parameters: dict[str, nn.Parameter]) -> str:
+    rows = [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()} {p.requires_grad}" for n, p in parameters.items()]
+    rows += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""The only caller of collectives: start a sum over all workers, wait for it later.
+
+Whoever averages sees ``launch(tensors) -> Handle`` and ``handle.wait()``, never ``torch.distributed``, so the
+same code runs on gloo, on NCCL and alone. Start and end times are kept, because time spent blocked and
+time hidden behind computation is what this project is about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
+    """What one worker sends when these tensors are all-reduced in a ring: 2 (N - 1) / N of the payload."""
+    payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return round(2 * (num_workers - 1) * payload / num_workers)
+
+
+class Handle:
+    """A sum under way over tensors that belong to it until :meth:`wait` returns."""
+
+    def __init__(self, tensors: Sequence[Tensor], works: Sequence[Any], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.start_seconds = time.perf_counter()
+        self.exposed_seconds = 0.0
+        self._end_seconds: list[float] = []
+        self._tensors = tensors
+        self._works = works
+        self._futures: list[Future[Any]] = [work.get_future() for work in works]
+        for future in self._futures:
+            # The bound append only: a closure over self would tie the handle to the communication thread.
+            future.add_done_callback(_note_time(self._end_seconds))
+
+    @property
+    def end_seconds(self) -> float:
+        """When the last tensor was complete; now, if that has not been noted yet."""
+        if len(self._end_seconds) < len(self._futures):
+            return time.perf_counter()
+        return max(self._end_seconds, default=self.start_seconds)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds the sum travelled while the main thread did something else; final after :meth:`wait`."""
+        return max(0.0, self.end_seconds - self.start_seconds - self.exposed_seconds)
+
+    def wait(self) -> None:
+        """Block until every tensor holds the sum; a failed collective raises here."""
+        begin = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        self.exposed_seconds += time.perf_counter() - begin
+        self._works = ()
+
+    def future(self) -> Future[Tensor]:
+        """The first tensor as a torch future, which is what a DDP communication hook returns."""
+        tensor = self._tensors[0]
+        if not self._futures:
+            done: Future[Tensor] = Future()
+            done.set_result(tensor)
+            return done
+        return self._futures[0].then(lambda _: tensor)
+
+
+def _note_time(times: list[float]) -> Any:
+    return lambda _: times.append(time.perf_counter())
+
+
+def exposed_and_hidden(spans: Sequence[tuple[float, float]], blocked_from: float) -> tuple[float, float]:
+    """Split the time covered by ``spans`` (start, end; sorted by start) at the moment the main thread blocks."""
+    exposed = hidden = 0.0
+    covered_until = float("-inf")
+    for start, end in spans:
+        start = max(start, covered_until)
+        if end > start:
+            hidden += max(0.0, min(end, blocked_from) - start)
+            exposed += max(0.0, end - max(start, blocked_from))
+            covered_until = end
+    return exposed, hidden
+
+
+class Communicator(Protocol):
+    """What averaging needs of a group of workers."""
+
+    rank: int
+    size: int
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        """Start summing ``tensors`` in place over all workers, in the background."""
+        ...
+
+
+class SoloComm:
+    """A group of one: every sum is complete at once."""
+
+    rank = 0
+    size = 1
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        return Handle(tensors, (), 0)
+
+
+class TorchComm:
+    """``torch.distributed`` on a process group that nobody else uses, so that no other order can mix in."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
+        return Handle(tensors, works, ring_bytes(tensors, self.size))
+
+
+def private_group(group: Any) -> Any:
+    """A new process group with the members of ``group``; every member must call this."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+
+
+def exchange_reports(report: Any, group: Any) -> list[Any]:
+    """Every worker's report, in rank order; a group of None is this worker alone."""
+    if group is None:
+        return [report]
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    return reports
+
+
+def reduce_like_ddp(buffer: Tensor, group: Any) -> Future[Tensor]:
+    """The stock DDP reduction: the mean over ``group``."""
+    buffer.div_(dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    future: Future[Any] = work.get_future()
+    return future.then(lambda _: buffer)
+
+
+def default_group() -> Any:
+    """The default process group if several processes are connected, else None."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.group.WORLD
+    return None
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """The raw bytes of a tensor's values as a buffer object, for checksums."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

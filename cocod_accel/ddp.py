@@ -1,0 +1,163 @@
+"""The DDP side: one communication hook per model, and the switches of a local phase.
+
+Torch lets a DDP model have one communication hook, once. :class:`HookRouter` is that hook; what it does is
+changed by attaching and detaching. In a local phase DDP's own gradient synchronisation is switched off instead of
+answering it with an identity hook: that saves copying every gradient into buckets and back, and it is what also stops
+the buffer broadcasts and the bitmap all-reduce of ``find_unused_parameters``.
+"""
+
+# No "from __future__ import annotations" here: torch compares the hook's annotations with real classes.
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cocod_accel.algorithms import Bucket
+from cocod_accel.comm import reduce_like_ddp
+
+_ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
+
+_SHARDED_MODEL = "it is sharded, so no worker holds a whole model; use DistributedDataParallel"
+_SHARDED_OPTIMIZER = "its state is sharded over the workers (ZeRO), so none can step alone; use a plain optimizer"
+_NO_DEEPSPEED = "DeepSpeed is not supported yet; use DistributedDataParallel and a plain optimizer"
+_REFUSED = {
+    "FullyShardedDataParallel": _SHARDED_MODEL,
+    "FSDPModule": _SHARDED_MODEL,
+    "DataParallel": "it is one process; use DistributedDataParallel",
+    "DeepSpeedEngine": _NO_DEEPSPEED,
+    "DeepSpeedOptimizerWrapper": _NO_DEEPSPEED,
+    "ZeROOptimizer": _SHARDED_OPTIMIZER,
+    "ZeroRedundancyOptimizer": _SHARDED_OPTIMIZER,
+}
+
+
+def refuse_sharded(thing: object, role: str) -> None:
+    """Raise for wrappers that no algorithm here can train; by name, because importing them is expensive."""
+    for cls in type(thing).__mro__:
+        if cls.__name__ in _REFUSED:
+            raise TypeError(f"{role} is a {cls.__name__}: {_REFUSED[cls.__name__]}")
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The user's module and the DDP wrapper around it, if any; ``torch.compile`` may sit on either side of DDP."""
+    ddp = None
+    module = model
+    while True:
+        refuse_sharded(module, "the model")
+        if isinstance(module, DistributedDataParallel):
+            ddp, module = module, module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module, ddp
+
+
+def torch_optimizers(optimizer: object) -> list[Optimizer]:
+    """The torch optimizers behind what the user passed: one or a list, bare or prepared by accelerate."""
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    if not given:
+        raise ValueError("optimizer=[] is empty; pass the optimizer that trains the model")
+    found = []
+    for item in given:
+        refuse_sharded(item, "the optimizer")
+        inner = item
+        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
+            inner = inner.optimizer  # accelerate's wrapper does not forward step hooks
+        refuse_sharded(inner, "the optimizer")
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"optimizer={item!r} is a {type(item).__name__}, not a torch.optim.Optimizer or a list of them"
+            )
+        found.append(inner)
+    if len({id(item) for item in found}) != len(found):
+        raise ValueError("optimizer lists the same optimizer twice; pass each once")
+    return found
+
+
+class HookRouter:
+    """A DDP model's communication hook: the stock mean unless somebody has put another rule in."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.private_group: Any = None
+        self.owner: object | None = None
+        self.reduce: Callable[[Bucket], Future[Tensor]] | None = None
+
+    def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        if self.reduce is None:
+            return reduce_like_ddp(bucket.buffer(), self.process_group)
+        return self.reduce(Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), bucket.is_last()))
+
+
+def _route(state: HookRouter, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    return state(bucket)
+
+
+def router_of(ddp: DistributedDataParallel) -> HookRouter:
+    """This model's router, registered on first use."""
+    router = _ROUTERS.get(ddp)
+    if router is None:
+        router = HookRouter(ddp.process_group)
+        try:
+            if getattr(ddp, "_comm_hooks", None):
+                raise RuntimeError("a hook is there")
+            ddp.register_comm_hook(router, _route)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "this DDP model already has a communication hook, and torch allows one; "
+                "attach to a fresh DistributedDataParallel without register_comm_hook"
+            ) from error
+        _ROUTERS[ddp] = router
+    return router
+
+
+def keep_local(bucket: Bucket) -> Future[Tensor]:
+    """The hook of a local phase, should anything force a synchronised backward: gradients stay as they are."""
+    future: Future[Tensor] = Future()
+    future.set_result(bucket.flat)
+    return future
+
+
+class LocalPhase:
+    """Switches off everything DDP communicates on its own; :meth:`end` puts it back."""
+
+    _SWITCHES = (
+        ("require_backward_grad_sync", False),
+        ("broadcast_buffers", False),
+        # With static_graph, the first backward would reduce everything whatever the other switches say.
+        ("_static_graph_delay_allreduce_enqueued", True),
+    )
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._before = [(name, getattr(ddp, name)) for name, _ in self._SWITCHES if hasattr(ddp, name)]
+        for name, value in self._SWITCHES:
+            if hasattr(ddp, name):
+                setattr(ddp, name, value)
+
+    def end(self) -> None:
+        for name, value in self._before:
+            setattr(self._ddp, name, value)
+
+
+def ignored_names(ddp: DistributedDataParallel | None) -> set[str]:
+    """Parameters and buffers the user told DDP to leave alone."""
+    return set(getattr(ddp, "parameters_to_ignore", ()))
+
+
+def unsupported_modules(module: nn.Module, local: bool) -> Iterator[str]:
+    """One line for each submodule that cannot be trained this way."""
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            yield f"{name or 'the model'} has sparse gradients, which are not averaged; use sparse=False"
+        if local and isinstance(child, nn.SyncBatchNorm):
+            yield (
+                f"{name or 'the model'} is a SyncBatchNorm, which communicates in every forward; "
+                "use BatchNorm with this algorithm (its statistics are averaged for you)"
+            )

@@ -1,0 +1,81 @@
+"""Where a round ends: the one definition that every driver uses.
+
+A round is a number of *attempted* optimizer steps, its period. Hooks, trainer and simulator all ask
+the :class:`RoundClock`, so that they cannot disagree by one step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+PeriodLike = int | Sequence[tuple[int, int]]
+
+_EXAMPLE = "use an int >= 1 such as period=5, or pairs such as period=[(0, 1), (200, 5)]"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Period:
+    """Steps per round as (first step, period) pairs; a round uses the pair in force at its first step."""
+
+    schedule: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def parse(cls, value: PeriodLike) -> Period:
+        """Check and normalise what a user passes as ``period=``."""
+        if _is_int(value):
+            pairs: list[tuple[int, int]] = [(0, value)]  # type: ignore[list-item]
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            pairs = []
+            for pair in value:
+                if not isinstance(pair, Sequence) or len(pair) != 2 or not all(_is_int(item) for item in pair):
+                    raise TypeError(f"period={value!r}: {pair!r} is not a pair of ints; {_EXAMPLE}")
+                pairs.append((pair[0], pair[1]))
+        else:
+            raise TypeError(f"period={value!r} is not an int; {_EXAMPLE}")
+        if not pairs or pairs[0][0] != 0:
+            raise ValueError(f"period={value!r}: the first pair must start at step 0; {_EXAMPLE}")
+        if any(later[0] <= earlier[0] for earlier, later in pairwise(pairs)):
+            raise ValueError(f"period={value!r}: first steps must increase; {_EXAMPLE}")
+        if any(period < 1 for _, period in pairs):
+            raise ValueError(f"period={value!r}: a period must be at least 1; {_EXAMPLE}")
+        return cls(tuple(pairs))
+
+    def at(self, step: int) -> int:
+        """The period in force at ``step`` (counted from 0)."""
+        return self.schedule[bisect_right(self.schedule, step, key=lambda pair: pair[0]) - 1][1]
+
+    def __str__(self) -> str:
+        if len(self.schedule) == 1:
+            return str(self.schedule[0][1])
+        return str([list(pair) for pair in self.schedule])
+
+
+class RoundClock:
+    """Counts attempted steps and says which of them ends a round."""
+
+    def __init__(self, period: Period) -> None:
+        self.period = period
+        self.attempts = 0
+        self.rounds = 0
+        self.start = 0
+
+    def tick(self) -> bool:
+        """Count one attempted step; True if it ended a round, and the next round then starts after it."""
+        self.attempts += 1
+        # ">=" and not "==": a resumed run may have been given a shorter period in the middle of a round.
+        if self.attempts < self.start + self.period.at(self.start):
+            return False
+        self.rounds += 1
+        self.start = self.attempts
+        return True
+
+    def restart(self) -> None:
+        """Start a round here, whatever is left of the one under way."""
+        self.start = self.attempts

@@ -1,0 +1,137 @@
+"""An independent serial reference: N workers in one process, in float64, written from the paper and nothing else.
+
+It shares no code with the package. Local steps are torch optimizers on one copy of the model per worker; everything
+between workers is spelled out on lists of tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Trace = list[list[list[Tensor]]]  # [worker][step][parameter]
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    exact = [Fraction(weight) for weight in weights]
+    return [float(weight / sum(exact)) for weight in exact]
+
+
+def period_at(period: int | Sequence[tuple[int, int]], step: int) -> int:
+    if isinstance(period, int):
+        return period
+    in_force = [k for first, k in period if first <= step]
+    return in_force[-1]
+
+
+def weighted_mean(models: Sequence[nn.Module], w: Sequence[float]) -> list[Tensor]:
+    rows = zip(*(m.parameters() for m in models), strict=True)
+    return [sum((wi * p.detach() for wi, p in zip(w, row, strict=True)), torch.zeros(())) for row in rows]
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assign(model: nn.Module, new: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), new, strict=True):
+            p.copy_(value)
+
+
+def run(
+    name: str,
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    weights: Sequence[float],
+    periods: Sequence[int | Sequence[tuple[int, int]]],
+    skipped: Sequence[set[int]] | None = None,
+) -> Trace:
+    """Every worker's parameters after every step.
+
+    ``batches[i][t]`` is worker i's batch at its step t; ``periods[i]`` its period; ``skipped[i]`` the steps at
+    which it computes gradients and drops them.
+    """
+    n = len(batches)
+    w = shares(weights)
+    models = [copy.deepcopy(model) for _ in range(n)]
+    optimizers = [make_optimizer(m) for m in models]
+    skip = skipped or [set() for _ in range(n)]
+    trace: Trace = [[] for _ in range(n)]
+
+    def gradients(i: int, t: int) -> list[Tensor]:
+        models[i].zero_grad()
+        loss_of(models[i], *batches[i][t]).backward()
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in models[i].parameters()]
+
+    def step_with(i: int, grads: Sequence[Tensor]) -> None:
+        for p, g in zip(models[i].parameters(), grads, strict=True):
+            p.grad = g.clone()
+        optimizers[i].step()
+
+    def local_step(i: int, t: int) -> None:
+        grads = gradients(i, t)
+        if t not in skip[i]:
+            step_with(i, grads)
+
+    if name in ("ssgd", "pipe"):
+        previous: list[Tensor] | None = None
+        for t in range(len(batches[0])):
+            per_worker = [gradients(i, t) for i in range(n)]
+            mean = [
+                sum((wi * g for wi, g in zip(w, row, strict=True)), torch.zeros(()))
+                for row in zip(*per_worker, strict=True)
+            ]
+            if name == "ssgd":
+                used = mean
+            else:
+                used = previous if previous is not None else [torch.zeros_like(g) for g in mean]
+                previous = mean
+            for i in range(n):
+                step_with(i, used)
+                trace[i].append(values(models[i]))
+        return trace
+
+    if name == "asynlocal":
+        steps = [0] * n
+        while all(steps[i] < len(batches[i]) for i in range(n)):
+            for i in range(n):
+                for _ in range(period_at(periods[i], steps[i])):
+                    local_step(i, steps[i])
+                    steps[i] += 1
+                    trace[i].append(values(models[i]))
+            mean = weighted_mean(models, [1 / n] * n)
+            for i in range(n):
+                assign(models[i], mean)
+                trace[i][-1] = values(models[i])
+        return trace
+
+    # local and cocod: all workers at the same step
+    start, end = 0, period_at(periods[0], 0)
+    snapshots = [values(m) for m in models]
+    mean_t = weighted_mean(models, w)
+    for t in range(len(batches[0])):
+        for i in range(n):
+            local_step(i, t)
+        if t + 1 == end:
+            if name == "local":
+                mean = weighted_mean(models, w)
+                for m in models:
+                    assign(m, mean)
+            else:
+                for m, snapshot in zip(models, snapshots, strict=True):
+                    assign(m, [hat + (x - x_t) for hat, x, x_t in zip(mean_t, values(m), snapshot, strict=True)])
+                snapshots = [values(m) for m in models]
+                mean_t = weighted_mean(models, w)
+            start = t + 1
+            end = start + period_at(periods[0], start)
+        for i in range(n):
+            trace[i].append(values(models[i]))
+    return trace
