@@ -29,7 +29,7 @@ from cocod_accel.checks import (
     raise_problems,
 )
 from cocod_accel.comm import Communicator, SoloComm, TorchComm, exchange_reports, private_group
-from cocod_accel.ddp import LocalPhase, keep_local
+from cocod_accel.ddp import LocalPhase
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 1
@@ -113,13 +113,16 @@ class Sync:
         self._is_averaged = False
         self._phase: LocalPhase | None = None
         if subject.ddp is not None and subject.router is not None:
-            if algorithm.reduces_gradients:
-                subject.router.reduce = self._method.reduce
-            else:
-                subject.router.reduce = keep_local
+            subject.router.method = self._method
+            if not algorithm.reduces_gradients:
                 self._phase = LocalPhase(subject.ddp)
         self._counter = AttemptCounter(
-            subject.model, subject.optimizers, subject.trainable, self._end_attempt, self._before_step
+            subject.model,
+            subject.optimizers,
+            subject.trainable,
+            on_attempt=self._end_attempt,
+            before_step=self._before_step,
+            in_passing=self._method.poll,
         )
         ATTACHED.add(subject.module)
         self._method.start(equal)
@@ -216,7 +219,7 @@ class Sync:
             if self._phase is not None:
                 self._phase.end()
             if self._subject.router is not None:
-                self._subject.router.reduce = None
+                self._subject.router.method = None
             ATTACHED.discard(self._subject.module)
 
     def __enter__(self) -> Self:

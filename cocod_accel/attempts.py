@@ -47,11 +47,13 @@ class AttemptCounter:
         parameters: Sequence[Tensor],
         on_attempt: Callable[[], None],
         before_step: Callable[[bool], None],
+        in_passing: Callable[[], None],
     ) -> None:
         self._optimizers = list(optimizers)
         self._parameters = list(parameters)
         self._on_attempt = on_attempt
         self._before_step = before_step
+        self._in_passing = in_passing
         self._stepped: set[int] = set()
         self._in_closure = False
         self._in_backward = False
@@ -90,18 +92,20 @@ class AttemptCounter:
     # ---- hooks
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        self._in_passing()
         # Without grad it is an evaluation, perhaps on one worker only: nothing may start a collective there.
         if torch.is_grad_enabled() and not self._in_closure and not self.paused:
             self._in_backward = False  # in case the last backward raised
             self.settle()
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._in_passing()
         if not torch.is_grad_enabled() or self._watches_parameters or self.paused:
             return
         found = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._backward_begins)
                 found = True
         if not found and module.training and self._parameters:
             # An output that hides its tensors: watch the parameters instead, which costs a call for each of them.
@@ -126,11 +130,13 @@ class AttemptCounter:
         self._witness = None if holder is None else (holder, *_identity(holder.grad))
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._in_passing()
         self._in_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if not self._stepped:
             self._before_step(self._in_closure)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._in_passing()
         self._in_closure = False
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):

@@ -54,7 +54,7 @@ class Weights:
     def _reduced(self) -> tuple[float, ...]:
         if len(set(self.values)) == 1:
             return (1.0,) * len(self.values)
-        if all(value.is_integer() for value in self.values):
+        if all(float(value).is_integer() for value in self.values):
             divisor = math.gcd(*(int(value) for value in self.values))
             return tuple(value / divisor for value in self.values)
         # Only a power of two divides every float exactly; it keeps tiny and huge weights in range.
@@ -134,7 +134,7 @@ class FlatCopy:
         blocks: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for is_extra, tensors in enumerate((sources, extras)):
             for tensor in tensors:
-                key = tensor.device, payload_dtype(tensor.dtype)
+                key = tensor.device, payload_dtype(as_real(tensor).dtype)
                 blocks.setdefault(key, ([], []))[is_extra].append(tensor)
         self.buffers: list[Tensor] = []
         self.segments: list[Segment] = []
@@ -377,7 +377,13 @@ class Replica:
         finally:
             with torch.no_grad():
                 local.store()
-                torch._foreach_copy_(others, kept_others)
+                for buffer, kept in zip(others, kept_others, strict=True):
+                    buffer.copy_(kept)
+
+    def poll(self) -> None:
+        """Note in passing whether the average in flight has arrived."""
+        if self._in_flight is not None and self._in_flight.handle is not None:
+            self._in_flight.handle.poll()
 
     # ---- the state between two steps
 

@@ -24,52 +24,45 @@ def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
 
 
 class Handle:
-    """A sum under way over tensors that belong to it until :meth:`wait` returns."""
+    """A sum under way over tensors that belong to it until :meth:`wait` returns.
 
-    def __init__(self, tensors: Sequence[Tensor], works: Sequence[Any], num_bytes: int) -> None:
+    Its end is noticed by :meth:`poll`, which the main thread calls in passing. A callback of the communication thread
+    would be more precise, but a Python callback that runs while the interpreter exits aborts the process.
+    """
+
+    def __init__(self, works: Sequence[Any], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.start_seconds = time.perf_counter()
         self.exposed_seconds = 0.0
-        self._end_seconds: list[float] = []
-        self._tensors = tensors
+        self.start_seconds = time.perf_counter()
+        self._end_seconds = None if works else self.start_seconds
         self._works = works
-        self._futures: list[Future[Any]] = [work.get_future() for work in works]
-        for future in self._futures:
-            # The bound append only: a closure over self would tie the handle to the communication thread.
-            future.add_done_callback(_note_time(self._end_seconds))
 
-    @property
-    def end_seconds(self) -> float:
-        """When the last tensor was complete; now, if that has not been noted yet."""
-        if len(self._end_seconds) < len(self._futures):
-            return time.perf_counter()
-        return max(self._end_seconds, default=self.start_seconds)
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Seconds the sum travelled while the main thread did something else; final after :meth:`wait`."""
-        return max(0.0, self.end_seconds - self.start_seconds - self.exposed_seconds)
+    def poll(self) -> None:
+        """Note the time if the sum is complete by now."""
+        if self._end_seconds is None and all(work.is_completed() for work in self._works):
+            self._end_seconds = time.perf_counter()
 
     def wait(self) -> None:
         """Block until every tensor holds the sum; a failed collective raises here."""
+        self.poll()
         begin = time.perf_counter()
         for work in self._works:
             work.wait()
-        self.exposed_seconds += time.perf_counter() - begin
-        self._works = ()
+        end = time.perf_counter()
+        self.exposed_seconds += end - begin
+        if self._end_seconds is None:
+            self._end_seconds = end
 
-    def future(self) -> Future[Tensor]:
-        """The first tensor as a torch future, which is what a DDP communication hook returns."""
-        tensor = self._tensors[0]
-        if not self._futures:
-            done: Future[Tensor] = Future()
-            done.set_result(tensor)
-            return done
-        return self._futures[0].then(lambda _: tensor)
+    @property
+    def end_seconds(self) -> float:
+        """When the sum was first seen to be complete; after :meth:`wait`."""
+        assert self._end_seconds is not None, "not waited for"
+        return self._end_seconds
 
-
-def _note_time(times: list[float]) -> Any:
-    return lambda _: times.append(time.perf_counter())
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds the sum travelled while the main thread did something else; after :meth:`wait`."""
+        return max(0.0, self.end_seconds - self.start_seconds - self.exposed_seconds)
 
 
 def exposed_and_hidden(spans: Sequence[tuple[float, float]], blocked_from: float) -> tuple[float, float]:
@@ -103,7 +96,7 @@ class SoloComm:
     size = 1
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
-        return Handle(tensors, (), 0)
+        return Handle((), 0)
 
 
 class TorchComm:
@@ -116,7 +109,7 @@ class TorchComm:
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
-        return Handle(tensors, works, ring_bytes(tensors, self.size))
+        return Handle(works, ring_bytes(tensors, self.size))
 
 
 def private_group(group: Any) -> Any:

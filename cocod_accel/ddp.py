@@ -1,13 +1,14 @@
 """The DDP side: one communication hook per model, and the switches of a local phase.
 
 Torch lets a DDP model have one communication hook, once. :class:`HookRouter` is that hook; what it does is
-changed by attaching and detaching. In a local phase DDP's own gradient synchronisation is switched off instead of
-answering it with an identity hook: that saves copying every gradient into buckets and back, and it is what also stops
-the buffer broadcasts and the bitmap all-reduce of ``find_unused_parameters``.
+changed by attaching and detaching. In a local phase DDP's own gradient synchronisation is switched off instead of being
+answered by an identity hook: that saves copying every gradient into buckets and back, and it also stops the buffer
+broadcasts and the bitmap all-reduce of ``find_unused_parameters``. Should something synchronise all the same
+(``accelerator.trigger_sync_in_backward``), the hook leaves the gradients of such an algorithm as they are.
 """
 
 # No "from __future__ import annotations" here: torch compares the hook's annotations with real classes.
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cocod_accel.algorithms import Bucket
+from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.comm import reduce_like_ddp
 
 _ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
@@ -81,18 +82,31 @@ def torch_optimizers(optimizer: object) -> list[Optimizer]:
 
 
 class HookRouter:
-    """A DDP model's communication hook: the stock mean unless somebody has put another rule in."""
+    """A DDP model's communication hook: the stock mean unless an algorithm has been put in."""
 
     def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
         self.private_group: Any = None
-        self.owner: object | None = None
-        self.reduce: Callable[[Bucket], Future[Tensor]] | None = None
+        self.method: Algorithm | None = None
+        self._open: list[tuple[Bucket, Future[Tensor]]] = []
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        if self.reduce is None:
-            return reduce_like_ddp(bucket.buffer(), self.process_group)
-        return self.reduce(Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), bucket.is_last()))
+        flat = bucket.buffer()
+        if self.method is None:
+            return reduce_like_ddp(flat, self.process_group)
+        if bucket.index() == 0:
+            self._open = []  # in case the last backward raised half-way
+        # On CUDA a future must know its device, so that whoever waits for it orders its stream after ours.
+        future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
+        mine = Bucket(flat, bucket.gradients(), bucket.parameters())
+        self._open.append((mine, future))
+        self.method.reduce(mine)
+        if bucket.is_last():
+            opened, self._open = self._open, []
+            self.method.complete([ready for ready, _ in opened])
+            for ready, waiter in opened:
+                waiter.set_result(ready.flat)
+        return future
 
 
 def _route(state: HookRouter, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -115,13 +129,6 @@ def router_of(ddp: DistributedDataParallel) -> HookRouter:
             ) from error
         _ROUTERS[ddp] = router
     return router
-
-
-def keep_local(bucket: Bucket) -> Future[Tensor]:
-    """The hook of a local phase, should anything force a synchronised backward: gradients stay as they are."""
-    future: Future[Tensor] = Future()
-    future.set_result(bucket.flat)
-    return future
 
 
 class LocalPhase:

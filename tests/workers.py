@@ -102,7 +102,7 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> 
             late = sorted(open_pipes.values())
             raise WorkerError(f"ranks {late} did not end in time")
         for pipe in ready:
-            rank = open_pipes.pop(pipe)  # type: ignore[index]
+            rank = open_pipes.pop(pipe)  # type: ignore[arg-type]
             try:
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:

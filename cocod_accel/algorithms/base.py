@@ -5,7 +5,8 @@ A driver calls, for one worker:
     method = algorithm.bind(replica)      # a copy with state of its own; the user's object is never changed
     method.start(equal)                   # equal: all workers begin with the same parameters
     repeat:
-        method.reduce(bucket)             # only if ``reduces_gradients``: for each bucket of a backward
+        method.reduce(bucket)             # only if ``reduces_gradients``: for each bucket of a backward,
+        method.complete(buckets)          # and once when all of them are there
         (optimizer step)
         at a round end:
             method.launch()               # take in what was started one round ago, start what must travel now
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor
-from torch.futures import Future
 
 from cocod_accel.averaging import Replica
 from cocod_accel.rounds import Period, PeriodLike
@@ -31,12 +31,11 @@ from cocod_accel.rounds import Period, PeriodLike
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of a backward's gradients: a flat tensor, views of it for each parameter, and whether more will follow."""
+    """Some of a backward's gradients: a flat tensor, and the views of it that belong to each parameter."""
 
     flat: Tensor
     gradients: list[Tensor]
     parameters: list[Tensor]
-    is_last: bool
 
 
 class Algorithm:
@@ -76,12 +75,18 @@ class Algorithm:
     def drain(self) -> None:
         """Merge or drop what is in flight, because the run stops here for a while."""
 
-    def reduce(self, bucket: Bucket) -> Future[Tensor]:
-        """What a bucket's gradients become when ``reduces_gradients``."""
-        raise RuntimeError(f"{self.name} does not reduce gradients")
+    def reduce(self, bucket: Bucket) -> None:
+        """One more bucket of this backward is ready; its tensors belong to the algorithm until :meth:`complete`."""
+
+    def complete(self, buckets: list[Bucket]) -> None:
+        """All buckets of this backward are ready: on return each holds what the optimizer is to use."""
 
     def before_step(self, has_closure: bool) -> None:
         """The optimizer of a bare module, whose gradients no bucket has carried, is about to step."""
+
+    def poll(self) -> None:
+        """Note in passing whether what is in flight has arrived."""
+        self.replica.poll()
 
     def state(self) -> list[Tensor] | None:
         """What is in flight, waited for but not merged; None if nothing is."""

@@ -6,7 +6,6 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.averaging import FlatCopy, Replica, as_real
@@ -28,7 +27,6 @@ class PipeSGD(Algorithm):
     _previous: FlatCopy  # the mean gradient of the step before, complete when ``_handle`` is
     _spare: FlatCopy
     _handle: Handle | None
-    _waiting: list[tuple[Bucket, Future[Tensor]]]
 
     def __init__(self) -> None:
         super().__init__(period=1)
@@ -40,7 +38,6 @@ class PipeSGD(Algorithm):
         bound = super().bind(replica)
         bound._previous, bound._spare = FlatCopy(replica.parameters), FlatCopy(replica.parameters)
         bound._handle = None
-        bound._waiting = []
         bound.drain()
         return bound
 
@@ -49,18 +46,7 @@ class PipeSGD(Algorithm):
             self.replica.equalise()
 
     @torch.no_grad()
-    def reduce(self, bucket: Bucket) -> Future[Tensor]:
-        # On CUDA a future must know its device, so that whoever waits for it orders its stream after the copies.
-        future: Future[Tensor] = Future(devices=[bucket.flat.device] if bucket.flat.is_cuda else None)
-        self._waiting.append((bucket, future))
-        if bucket.is_last:
-            waiting, self._waiting = self._waiting, []
-            self._exchange([waited for waited, _ in waiting])
-            for waited, waiter in waiting:
-                waiter.set_result(waited.flat)
-        return future
-
-    def _exchange(self, buckets: list[Bucket]) -> None:
+    def complete(self, buckets: list[Bucket]) -> None:
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         gradients = [as_real(gradient) for bucket in buckets for gradient in bucket.gradients]
         torch._foreach_copy_([self._spare.views[parameter] for parameter in parameters], gradients)
@@ -98,6 +84,10 @@ class PipeSGD(Algorithm):
     def load_state(self, state: list[Tensor] | None) -> None:
         self._wait()
         self._previous.fill(state if state is not None else [])
+
+    def poll(self) -> None:
+        if self._handle is not None:
+            self._handle.poll()
 
     def _wait(self) -> None:
         handle, self._handle = self._handle, None

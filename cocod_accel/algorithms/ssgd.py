@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar, Self
-
-from torch import Tensor
-from torch.futures import Future
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.averaging import Replica
@@ -41,16 +39,20 @@ class SSGD(Algorithm):
         if not equal:
             self.replica.equalise()
 
-    def reduce(self, bucket: Bucket) -> Future[Tensor]:
+    def reduce(self, bucket: Bucket) -> None:
+        self.poll()
         self.replica.weights.scale_gradient_(bucket.flat)
-        handle = self.replica.comm.launch([bucket.flat])
-        self._handles.append(handle)
-        return handle.future()
+        self._handles.append(self.replica.comm.launch([bucket.flat]))
 
-    def launch(self) -> None:
-        # DDP waits for the buckets at the end of backward: after the last launch nothing is left to hide behind.
+    def complete(self, buckets: list[Bucket]) -> None:
         handles, self._handles = self._handles, []
-        if handles:
-            spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
-            exposed, hidden = exposed_and_hidden(spans, blocked_from=handles[-1].start_seconds)
-            self.replica.traffic.add(sum(handle.num_bytes for handle in handles), exposed, hidden)
+        blocked_from = time.perf_counter()
+        for handle in handles:
+            handle.wait()
+        spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
+        exposed, hidden = exposed_and_hidden(spans, blocked_from)
+        self.replica.traffic.add(sum(handle.num_bytes for handle in handles), exposed, hidden)
+
+    def poll(self) -> None:
+        for handle in self._handles:
+            handle.poll()
