@@ -33,6 +33,7 @@ from cocod_accel.ddp import LocalPhase
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 1
+_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "drift", "traffic")
 
 
 def attach(
@@ -199,8 +200,11 @@ class Sync:
         self._check_usable("load_state_dict()")
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"state version {state.get('version')!r} is not {_STATE_VERSION}; it was saved by another release"
+                f"state version {state.get('version')!r} is not {_STATE_VERSION}; save it with this release"
             )
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise ValueError(f"the state lacks {missing}; pass what state_dict() returned")
         saved, attached = state["algorithm"], self._method.name
         if saved != attached:
             raise ValueError(f"the state was saved with {saved}, attached is {attached}; attach the same algorithm")

