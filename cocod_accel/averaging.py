@@ -32,9 +32,7 @@ def check_weight(weight: object) -> float:
         raise TypeError(f"weight={weight!r} is not a number; pass this worker's batch size, e.g. weight=32")
     value = float(weight)
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"weight={weight!r} must be positive and finite; pass this worker's batch size, e.g. weight=32"
-        )
+        raise ValueError(f"weight={weight!r} is not positive and finite; pass this worker's batch size, e.g. weight=32")
     return value
 
 
@@ -171,9 +169,7 @@ class FlatCopy:
         """Take values made by :meth:`clone_buffers` for the same tensors."""
         sizes, expected = [value.numel() for value in values], [buffer.numel() for buffer in self.buffers]
         if sizes != expected:
-            raise ValueError(
-                f"the saved average has {sizes} elements, this model needs {expected}; load a state of this model"
-            )
+            raise ValueError(f"the saved state has {sizes} elements, this model {expected}; load a state of this model")
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
 

@@ -67,14 +67,12 @@ def torch_optimizers(optimizer: object) -> list[Optimizer]:
     found = []
     for item in given:
         refuse_sharded(item, "the optimizer")
-        inner = item
-        while not isinstance(inner, Optimizer) and hasattr(inner, "optimizer"):
-            inner = inner.optimizer  # accelerate's wrapper does not forward step hooks
+        inner: Any = item
+        while any(cls.__name__ == "AcceleratedOptimizer" for cls in type(inner).__mro__):
+            inner = inner.optimizer  # accelerate's wrapper is an Optimizer, but has no step hooks
         refuse_sharded(inner, "the optimizer")
         if not isinstance(inner, Optimizer):
-            raise TypeError(
-                f"optimizer={item!r} is a {type(item).__name__}, not a torch.optim.Optimizer or a list of them"
-            )
+            raise TypeError(f"optimizer is a {type(item).__name__}; pass a torch.optim.Optimizer or a list of them")
         found.append(inner)
     if len({id(item) for item in found}) != len(found):
         raise ValueError("optimizer lists the same optimizer twice; pass each once")

@@ -28,6 +28,12 @@ def make_batch(rank: int, step: int, size: int = 4, dtype: torch.dtype = torch.f
     )
 
 
+def joined_batch(rank: int, step: int, num_batches: int) -> tuple[Tensor, Tensor]:
+    """The batches of one accumulated step as one."""
+    parts = [make_batch(rank, num_batches * step + i) for i in range(num_batches)]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
