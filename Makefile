@@ -1,10 +1,20 @@
-# make test: set up .venv on first use, then lint, type-check and run the tests.
+# make quickstart: set up .venv on first use, train the embedded default with S-SGD and CoCoD-SGD, compare.
+# make test:       set up .venv on first use, then lint, type-check and run the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test lint bench-core clean
+.PHONY: quickstart test lint bench-core clean
+
+QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+quickstart: $(READY)
+	$(BIN)/cocod train configs/quickstart.yaml algorithm.name=ssgd name=ssgd output=$(QUICKSTART)
+	$(BIN)/cocod train configs/quickstart.yaml algorithm.name=cocod name=cocod output=$(QUICKSTART)
+	@echo
+	@$(BIN)/cocod compare $(QUICKSTART)/ssgd $(QUICKSTART)/cocod
+	@echo "run folders: $(QUICKSTART)/ssgd $(QUICKSTART)/cocod"
 
 test: $(READY) lint
 	$(BIN)/pytest

@@ -144,9 +144,7 @@ def memory_row(rank: int) -> None:
     with sync.averaged():
         in_averaged = (resident_bytes() - before) / parameter_bytes
     if rank == 0:
-        print(
-            f"{'extra memory, flat copies':33s} {in_rounds:6.2f}   in averaged(): {in_averaged:.2f}   resident set, n=1"
-        )
+        print(f"{'extra memory, flat copies':33s} {in_rounds:6.2f}   in averaged(): {in_averaged:.2f}   resident set, n=1")
     sync.detach()
 
 
@@ -171,9 +169,7 @@ def main(rank: int, store: str, quick: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer and shorter blocks: a smoke test, not a measurement"
-    )
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks: a smoke test, not a measurement")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as folder:
         spawn(main, args=(str(Path(folder) / "store"), quick), nprocs=2)

@@ -6,7 +6,7 @@ the one object that owns the communication hook, the round clock and the average
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -103,9 +103,7 @@ class Stats:
 class Sync:
     """What :func:`attach` returns. As a context manager it finishes on a clean exit and detaches on any."""
 
-    def __init__(
-        self, subject: Subject, algorithm: Algorithm, comm: Communicator, weights: Weights, equal: bool
-    ) -> None:
+    def __init__(self, subject: Subject, algorithm: Algorithm, comm: Communicator, weights: Weights, equal: bool) -> None:
         self._subject = subject
         self._replica = Replica(subject.trainable, subject.buffers, comm, weights)
         self._method = algorithm.bind(self._replica)
@@ -192,16 +190,14 @@ class Sync:
             "round_start": self._clock.start,
             "in_flight": self._method.state(),
             "drift": self._replica.drift_parts,
-            "traffic": asdict(self._replica.traffic),
+            "traffic": self._replica.traffic.counters(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict()`` was taken; the caller loads this worker's model and optimizer."""
         self._check_usable("load_state_dict()")
         if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"state version {state.get('version')!r} is not {_STATE_VERSION}; save it with this release"
-            )
+            raise ValueError(f"state version {state.get('version')!r} is not {_STATE_VERSION}; save it with this release")
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
             raise ValueError(f"the state lacks {missing}; pass what state_dict() returned")
@@ -212,7 +208,7 @@ class Sync:
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
         self._replica.drift_parts = state["drift"]
-        self._replica.traffic = Traffic(**state["traffic"])
+        self._replica.traffic = Traffic(**state["traffic"], spans=self._replica.traffic.spans)
         self._counter.forget()
 
     def detach(self) -> None:
@@ -229,9 +225,7 @@ class Sync:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None and self._is_attached:
                 self.finish()
@@ -242,10 +236,29 @@ class Sync:
             self._abandon()
         self.detach()
 
+    # ---- what a trainer sets
+
+    #: Called at a round's end before this worker's model enters an average; may raise to keep it out.
+    guard: Callable[[], None] | None = None
+
+    def record_spans(self) -> None:
+        """From now on keep when communication happened, for :meth:`take_spans`."""
+        self._replica.traffic.spans = []
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """(name, start, end) in ``time.perf_counter`` seconds since the last call: "communicate" and "wait"."""
+        spans = self._replica.traffic.spans
+        if spans is None:
+            return []
+        self._replica.traffic.spans = []
+        return spans
+
     # ---- what the hooks call
 
     def _end_attempt(self) -> None:
         if self._clock.tick():
+            if self.guard is not None:
+                self.guard()
             self._method.launch()
             self._method.land()
 

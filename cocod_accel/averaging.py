@@ -7,6 +7,7 @@ average it may have in flight; algorithms are written in its verbs: launch, merg
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from cocod_accel.comm import Communicator, Handle
+from cocod_accel.comm import Communicator, Handle, exposed_and_hidden
 
 # Tensors are processed in pieces of about this size on CPU, so that consecutive passes over a piece (copy and
 # scale; subtract, norm and add) find it in the cache. One large parameter stays one piece.
@@ -157,9 +158,7 @@ class FlatCopy:
     def views(self) -> dict[Tensor, Tensor]:
         """The stretch of buffer that stands for each tensor (tensors hash by identity)."""
         return {
-            source: view
-            for segment in self.segments
-            for source, view in zip(segment.sources, segment.views, strict=True)
+            source: view for segment in self.segments for source, view in zip(segment.sources, segment.views, strict=True)
         }
 
     def clone_buffers(self) -> list[Tensor]:
@@ -210,21 +209,35 @@ def negated_delta_(weighted_sum: Tensor, snapshot: Tensor, total: float) -> Tens
 
 @dataclass
 class Traffic:
-    """What communication has cost this worker so far."""
+    """What communication has cost this worker so far, and, if asked for, when it happened."""
 
     num_bytes: int = 0
     exposed_seconds: float = 0.0
     hidden_seconds: float = 0.0
+    #: (name, start, end) of every transfer ("communicate") and every time blocked by one ("wait"); None: not kept.
+    spans: list[tuple[str, float, float]] | None = None
 
-    def wait_for(self, handle: Handle) -> None:
-        """Wait for a collective, and count what it cost."""
-        handle.wait()
-        self.add(handle.num_bytes, handle.exposed_seconds, handle.hidden_seconds)
+    def wait_for(self, handles: Sequence[Handle]) -> None:
+        """Wait for collectives launched one after the other, and count what they cost together."""
+        blocked_from = time.perf_counter()
+        for handle in handles:
+            handle.wait()
+        blocked_until = time.perf_counter()
+        spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
+        exposed, hidden = exposed_and_hidden(spans, blocked_from)
+        self.num_bytes += sum(handle.num_bytes for handle in handles)
+        self.exposed_seconds += exposed
+        self.hidden_seconds += hidden
+        if self.spans is not None:
+            self.spans.extend(("communicate", start, end) for start, end in spans)
+            self.spans.append(("wait", blocked_from, blocked_until))
 
-    def add(self, num_bytes: int, exposed_seconds: float, hidden_seconds: float) -> None:
-        self.num_bytes += num_bytes
-        self.exposed_seconds += exposed_seconds
-        self.hidden_seconds += hidden_seconds
+    def counters(self) -> dict[str, float]:
+        return {
+            "num_bytes": self.num_bytes,
+            "exposed_seconds": self.exposed_seconds,
+            "hidden_seconds": self.hidden_seconds,
+        }
 
 
 class _Drift:
@@ -315,7 +328,7 @@ class Replica:
             return
         flight, self._in_flight = self._in_flight, None
         assert flight.handle is not None, "a landed average keeps only its delta"
-        self.traffic.wait_for(flight.handle)
+        self.traffic.wait_for([flight.handle])
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
             mean_(segment.flat, self.weights.total)
@@ -331,7 +344,7 @@ class Replica:
         flight = self._in_flight
         if flight is None or flight.handle is None:
             return
-        self.traffic.wait_for(flight.handle)
+        self.traffic.wait_for([flight.handle])
         flight.handle = None
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):

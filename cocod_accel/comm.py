@@ -32,7 +32,6 @@ class Handle:
 
     def __init__(self, works: Sequence[Any], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.exposed_seconds = 0.0
         self.start_seconds = time.perf_counter()
         self._end_seconds = None if works else self.start_seconds
         self._works = works
@@ -45,24 +44,16 @@ class Handle:
     def wait(self) -> None:
         """Block until every tensor holds the sum; a failed collective raises here."""
         self.poll()
-        begin = time.perf_counter()
         for work in self._works:
             work.wait()
-        end = time.perf_counter()
-        self.exposed_seconds += end - begin
         if self._end_seconds is None:
-            self._end_seconds = end
+            self._end_seconds = time.perf_counter()
 
     @property
     def end_seconds(self) -> float:
         """When the sum was first seen to be complete; after :meth:`wait`."""
         assert self._end_seconds is not None, "not waited for"
         return self._end_seconds
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Seconds the sum travelled while the main thread did something else; after :meth:`wait`."""
-        return max(0.0, self.end_seconds - self.start_seconds - self.exposed_seconds)
 
 
 def exposed_and_hidden(spans: Sequence[tuple[float, float]], blocked_from: float) -> tuple[float, float]:

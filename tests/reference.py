@@ -86,8 +86,7 @@ def run(
         for t in range(len(batches[0])):
             per_worker = [gradients(i, t) for i in range(n)]
             mean = [
-                sum((wi * g for wi, g in zip(w, row, strict=True)), torch.zeros(()))
-                for row in zip(*per_worker, strict=True)
+                sum((wi * g for wi, g in zip(w, row, strict=True)), torch.zeros(())) for row in zip(*per_worker, strict=True)
             ]
             if name == "ssgd":
                 used = mean

@@ -158,8 +158,7 @@ def test_a_round_of_several_replicas_equals_the_formula(specs: list[Any], values
         for rank in range(num_workers)
     ]
     replicas = [
-        Replica(models[rank], list, SumOf(rank, num_workers, table), Weights(floats, rank))
-        for rank in range(num_workers)
+        Replica(models[rank], list, SumOf(rank, num_workers, table), Weights(floats, rank)) for rank in range(num_workers)
     ]
     starts = [[t.double().clone() for t in model] for model in models]
     for replica in replicas:

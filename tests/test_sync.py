@@ -317,9 +317,7 @@ def test_attaching_again_works_on_the_same_ddp_model() -> None:
     results = run_workers(2, attached_twice)
     batches = [[loops.make_batch(i, t) for t in range(5)] for i in range(2)]
     for index, name in enumerate(("ssgd", "cocod", "local")):
-        expected = reference.run(
-            name, loops.make_model(), loops.OPTIMIZERS["sgd"], batches, loops.loss_of, WEIGHTS, [2, 2]
-        )
+        expected = reference.run(name, loops.make_model(), loops.OPTIMIZERS["sgd"], batches, loops.loss_of, WEIGHTS, [2, 2])
         assert_traces_equal(
             [[result[index]] for result in results], [[worker[-1]] for worker in expected], f"attached again: {name}"
         )
@@ -391,9 +389,7 @@ def two_optimizers(rank: int, reverse: bool) -> Any:
 def test_the_last_of_several_optimizers_to_step_drives_the_round(reverse: bool) -> None:
     results = run_workers(2, two_optimizers, reverse)
     batches = [[loops.make_batch(i, t) for t in range(8)] for i in range(2)]
-    expected = reference.run(
-        "cocod", loops.make_model(), loops.OPTIMIZERS["sgd"], batches, loops.loss_of, WEIGHTS, [3, 3]
-    )
+    expected = reference.run("cocod", loops.make_model(), loops.OPTIMIZERS["sgd"], batches, loops.loss_of, WEIGHTS, [3, 3])
     assert_traces_equal(results, expected, "two optimizers")
 
 

@@ -62,9 +62,7 @@ def _main(
         outcome = Outcome(rank, result=function(rank, *args))
     except BaseException as error:
         outcome = Outcome(rank, error=(type(error).__name__, str(error), traceback.format_exc()))
-    pipe.send_bytes(
-        pickle.dumps(outcome)
-    )  # plain pickle: by default tensors would travel as shared memory of this process
+    pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: by default tensors would travel as shared memory of this process
     if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -61,9 +61,7 @@ class PipeSGD(Algorithm):
     def before_step(self, has_closure: bool) -> None:
         """Without DDP there is one worker: exchange the gradients with those of the step before, in place."""
         if has_closure:
-            raise RuntimeError(
-                "PipeSGD cannot delay the gradients of a closure on a bare module; wrap the model in DDP"
-            )
+            raise RuntimeError("PipeSGD cannot delay the gradients of a closure on a bare module; wrap the model in DDP")
         parameters = [parameter for parameter in self.replica.parameters if parameter.grad is not None]
         gradients = [as_real(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if gradients:
@@ -92,4 +90,4 @@ class PipeSGD(Algorithm):
     def _wait(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
-            self.replica.traffic.wait_for(handle)
+            self.replica.traffic.wait_for([handle])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar, Self
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.averaging import Replica
-from cocod_accel.comm import Handle, exposed_and_hidden
+from cocod_accel.comm import Handle
 
 
 class SSGD(Algorithm):
@@ -46,12 +45,7 @@ class SSGD(Algorithm):
 
     def complete(self, buckets: list[Bucket]) -> None:
         handles, self._handles = self._handles, []
-        blocked_from = time.perf_counter()
-        for handle in handles:
-            handle.wait()
-        spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
-        exposed, hidden = exposed_and_hidden(spans, blocked_from)
-        self.replica.traffic.add(sum(handle.num_bytes for handle in handles), exposed, hidden)
+        self.replica.traffic.wait_for(handles)
 
     def poll(self) -> None:
         for handle in self._handles:

@@ -1,0 +1,134 @@
+"""The ``cocod`` command: train, compare, doctor, list."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from cocod_accel.config import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="cocod", description="Train on many workers without waiting for the network or for the slowest machine."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train from YAML files: prints the accelerate launch line and runs it")
+    train.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="merged in order, then the overrides")
+    train.add_argument("--workers", type=int, help="how many workers; default: cluster.num_workers of the configuration")
+    train.add_argument("--dry-run", action="store_true", help="print the line and check the configuration, run nothing")
+    train.set_defaults(run=_train)
+
+    compare = commands.add_parser("compare", help="a table of runs that have ended")
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    compare.add_argument("--target", type=float, help="accuracy for the time to accuracy, e.g. 0.85")
+    compare.set_defaults(run=_compare)
+
+    commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
+    commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
+
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _train(options: argparse.Namespace) -> int:
+    from cocod_accel import runtime
+    from cocod_accel.config import load_config
+    from cocod_accel.tasks import build_task
+
+    arguments = list(options.configs)
+    if options.workers is not None:
+        arguments.append(f"cluster.num_workers={options.workers}")
+    config = load_config(arguments)
+    build_task(config)  # missing data is said here, once, and not by every worker
+    use_gpu = False if config.cluster.device == "cpu" else None
+    command = runtime.launch_command(config.cluster.num_workers, arguments, use_gpu)
+    print(shlex.join(command), flush=True)
+    return 0 if options.dry_run else _launch(command)
+
+
+def _launch(command: list[str]) -> int:
+    """Run an ``accelerate launch`` line in this process, and end without its traceback when a worker fails."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The launcher's own account of a failure; the worker has said what happened.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+    try:
+        launch_command(launch_command_parser().parse_args(command[2:]))
+    except ChildFailedError as error:
+        return max((abs(failure.exitcode) for failure in error.failures.values()), default=1) or 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except SystemExit as error:
+        return int(error.code or 0)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from cocod_accel.report import comparison, read_summary
+
+    print(comparison([read_summary(run) for run in options.runs], options.target))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import accelerate
+    import torch
+
+    from cocod_accel import runtime
+
+    gpus = torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0))
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, accelerate {accelerate.__version__}")
+    print(f"{cores} CPU cores, {gpus} GPUs")
+    backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
+    print(f"process groups: {', '.join(backends)}")
+    workers = gpus if gpus >= 2 else max(2, min(cores, 16))
+    if gpus < 2:
+        print(f"fewer than two GPUs: {workers} CPU processes, one thread each, joined by gloo")
+    arguments = ["configs/quickstart.yaml", f"cluster.num_workers={workers}"]
+    print("run, for example:")
+    print("  " + shlex.join(runtime.launch_command(workers, arguments, use_gpu=gpus >= 2)))
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from cocod_accel.algorithms import ALGORITHMS
+    from cocod_accel.tasks import DATASETS, MODELS
+
+    def first_line(thing: object) -> str:
+        return (thing.__doc__ or "").strip().splitlines()[0].rstrip(":.")
+
+    for title, rows in (
+        ("algorithms", {name: first_line(kind) for name, kind in ALGORITHMS.items()}),
+        ("tasks", {name: first_line(make) for name, make in DATASETS.items()}),
+        ("models", {name: first_line(make) for name, make in MODELS.items()}),
+    ):
+        print(f"{title}:")
+        for name, text in rows.items():
+            print(f"  {name:14s} {text}")
+    print("profiles:")
+    root = Path(__file__).parents[1] / "configs"
+    for path in sorted(root.glob("*.yaml")) + sorted(root.glob("tasks/*.yaml")):
+        comment = path.read_text().splitlines()[0].lstrip("# ").rstrip(".")
+        print(f"  {os.path.relpath(path):40s} {comment}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The process: how many workers there are, which one this is, seeds, set-up and teardown.
+
+The only reader of the environment. ``accelerate launch`` can silently start one process where two were meant, or two that
+do not know each other; :func:`start` compares what is there with what was meant, and refuses with the right command.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.accelerator import Accelerator
+from accelerate.utils.dataclasses import InitProcessGroupKwargs
+
+from cocod_accel.config import Config, ConfigError
+
+#: A worker that waits longer than this for the others gives up.
+_TIMEOUT = timedelta(minutes=10)
+
+
+def is_speaker() -> bool:
+    """Whether this process speaks for its machine; known before anything is connected."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def accelerate_config(num_workers: int, use_gpu: bool) -> Path:
+    """The accelerate configuration in ``configs/accelerate`` for one machine."""
+    name = "gpu_8" if use_gpu else "cpu_16" if num_workers > 2 else "cpu_2"
+    return Path(__file__).parents[1] / "configs" / "accelerate" / f"{name}.yaml"
+
+
+def launch_command(num_workers: int, arguments: list[str], use_gpu: bool | None = None) -> list[str]:
+    """The ``accelerate launch`` line that runs the trainer with this many workers on this machine."""
+    gpu = torch.cuda.device_count() >= num_workers if use_gpu is None else use_gpu
+    config = accelerate_config(num_workers, gpu)
+    shown = os.path.relpath(config)
+    options = ["--config_file", shown if not shown.startswith("..") else str(config), "--num_processes", str(num_workers)]
+    return ["accelerate", "launch", *options, "-m", "cocod_accel.train", *arguments]
+
+
+def _check_connected(accelerator: Accelerator, config: Config, arguments: list[str]) -> None:
+    meant, there = config.cluster.num_workers, accelerator.num_processes
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if there == meant:
+        return
+    command = " ".join(launch_command(meant, arguments))
+    if there == 1 and started > 1:
+        reason = f"{started} processes were started but are not connected to each other"
+    else:
+        reason = f"{there} {'process is' if there == 1 else 'processes are'} there"
+    raise ConfigError(f"cluster.num_workers={meant}: but {reason}; run: {command}")
+
+
+@contextmanager
+def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
+    """An Accelerator of the workers that were meant; everything is torn down on every path."""
+    on_cpu = config.cluster.device == "cpu" or not torch.cuda.is_available()
+    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_cpu:
+        if int(os.environ.get("WORLD_SIZE", "1")) == local_workers:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_workers))
+    handlers: list[Any] = [InitProcessGroupKwargs(timeout=_TIMEOUT)]
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision, kwargs_handlers=handlers)
+    _check_connected(accelerator, config, arguments)
+    seed_everything(config.seed + accelerator.process_index)
+    yield accelerator
+    # Only after a clean run: after an exception the others may be anywhere, and nothing may wait for them.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed what models, dropout and users' own data may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def from_main(value: str) -> str:
+    """What the main process passes, on every process."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]

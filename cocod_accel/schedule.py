@@ -1,0 +1,33 @@
+"""The learning rate and the period over the epochs of a run: pure functions of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def learning_rate(
+    epoch: float, base: float, scaled: float, warmup_epochs: float, decay_epochs: Sequence[float], decay_factor: float
+) -> float:
+    """Gradual warm-up from the base to the scaled rate (Goyal et al. 2017), then division at the decay epochs.
+
+    ``epoch`` counts from 0 and has a fraction: 80.0 is the beginning of the 81st epoch.
+    """
+    rate = scaled if epoch >= warmup_epochs else base + (scaled - base) * epoch / warmup_epochs
+    for decay_epoch in decay_epochs:
+        if epoch >= decay_epoch:
+            rate *= decay_factor
+    return rate
+
+
+def period_in_epoch(period: Sequence[tuple[int, int]], epoch: int) -> int:
+    """The period in force in an epoch (counted from 0) of a schedule of (first epoch, period) pairs."""
+    return [k for first, k in period if first <= epoch][-1]
+
+
+def period_in_steps(period: Sequence[tuple[int, int]], steps_an_epoch: Sequence[int]) -> list[tuple[int, int]]:
+    """A schedule of (first epoch, period) pairs as (first step, period) pairs; ``steps_an_epoch`` of every epoch."""
+    pairs = []
+    for first_epoch, k in period:
+        if first_epoch < len(steps_an_epoch):
+            pairs.append((sum(steps_an_epoch[:first_epoch]), k))
+    return pairs

@@ -1,0 +1,64 @@
+"""What is trained: a data set, a model, a loss and a metric, by name or as the user's own ``module:callable``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import Any
+
+from torch import nn
+
+from cocod_accel.config import Config, ConfigError
+from cocod_accel.tasks.data import DATASETS, Task, own_task
+from cocod_accel.tasks.models import MODELS
+
+__all__ = ["DATASETS", "MODELS", "Task", "build_model", "build_task"]
+
+
+def build_task(config: Config) -> Task:
+    """The training and test data that ``task`` names."""
+    name = config.task.name
+    if ":" in name:
+        return own_task(_call(name, config.task.args, "task"), config)
+    task: Task = _choose(DATASETS, name, "task.name")(config)
+    return task
+
+
+def build_model(config: Config, task: Task) -> nn.Module:
+    """The model that ``model`` names, for the images and classes of ``task``."""
+    name = config.model.name
+    if ":" in name:
+        model = _call(name, config.model.args, "model")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model.name={name}: returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+    if config.model.args:
+        raise ConfigError(f"model.args={config.model.args}: only for a model given as module:callable")
+    if len(task.input_shape) != 3:
+        raise ConfigError(
+            f"model.name={name}: needs images, the task has inputs of shape {task.input_shape}; use module:callable"
+        )
+    built: nn.Module = _choose(MODELS, name, "model.name")(task.input_shape, task.num_classes)
+    return built
+
+
+def _choose(table: dict[str, Any], name: str, key: str) -> Any:
+    if name not in table:
+        near = difflib.get_close_matches(name, list(table), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(table)}, or give module:callable"
+        raise ConfigError(f"{key}={name}: is not known; {hint}")
+    return table[name]
+
+
+def _call(name: str, arguments: dict[str, Any], section: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{section}.name={name}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{section}.args={arguments}: {name} does not take them: {error}") from error
+    return function(**arguments)

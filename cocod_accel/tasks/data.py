@@ -1,0 +1,323 @@
+"""Data sets, and batches that are ready before a step asks for them.
+
+The built-in image sets fit into memory: they are held as bytes, and a batch is one indexing, one vectorised augmentation and
+one normalisation, so that loading never limits a step and needs no processes. A user's own ``Dataset`` goes through
+torch's ``DataLoader``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cocod_accel.config import Config, ConfigError
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (or any tensors) and labels in memory; bytes are scaled to [0, 1] and normalised when a batch is made."""
+
+    inputs: Tensor
+    labels: Tensor
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    augment: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: Tensor, device: torch.device, generator: torch.Generator | None) -> Batch:
+        inputs, labels = self.inputs[indices], self.labels[indices]
+        if self.augment and generator is not None:
+            inputs = crop_and_flip(inputs, generator)
+        inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        if inputs.dtype == torch.uint8:
+            shape = (1, -1, 1, 1)
+            mean = torch.tensor(self.mean, device=device).mul_(255).view(shape)
+            std = torch.tensor(self.std, device=device).mul_(255).view(shape)
+            inputs = inputs.float().sub_(mean).div_(std)
+        return inputs, labels
+
+
+def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
+    """The standard CIFAR augmentation on a whole batch: pad by 4, crop at random, flip half of the images."""
+    count, _, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    top = torch.randint(0, 2 * padding + 1, (count,), generator=generator)
+    left = torch.randint(0, 2 * padding + 1, (count,), generator=generator)
+    flipped = torch.rand(count, generator=generator) < 0.5
+    rows = top[:, None] + torch.arange(height)
+    columns = torch.arange(width).expand(count, width)
+    columns = left[:, None] + torch.where(flipped[:, None], columns.flip(1), columns)
+    index = torch.arange(count)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Training and test data, and what a model must know of them."""
+
+    train: Images | Dataset[Any]
+    test: Images | Dataset[Any]
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+    @property
+    def num_train(self) -> int:
+        return len(cast(Sized, self.train))
+
+    @property
+    def num_test(self) -> int:
+        return len(cast(Sized, self.test))
+
+
+def batches(
+    data: Images | Dataset[Any],
+    indices: Tensor,
+    batch_size: int,
+    device: torch.device,
+    *,
+    generator: torch.Generator | None = None,
+    loader_workers: int = 0,
+) -> Iterator[Batch]:
+    """The samples at ``indices`` in that order, in batches, on ``device``; augmented if a generator is given."""
+    if isinstance(data, Images):
+        for chosen in indices.split(batch_size):
+            yield data.batch(chosen, device, generator)
+        return
+    groups = [chosen.tolist() for chosen in indices.split(batch_size)]
+    loader = DataLoader(data, batch_sampler=groups, num_workers=loader_workers, pin_memory=device.type == "cuda")
+    for inputs, labels in loader:
+        yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+_FASHION = ((0.2860,), (0.3530,))
+_MNIST = ((0.1307,), (0.3081,))
+_CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+_CIFAR100 = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+
+
+def _image_task(
+    config: Config, train: tuple[Any, Any], test: tuple[Any, Any], statistics: Any, num_classes: int, augment: bool
+) -> Task:
+    choice = config.task.augment
+    parts = []
+    for (images, labels), is_train in ((train, True), (test, False)):
+        inputs = torch.as_tensor(np.ascontiguousarray(images))
+        inputs = inputs.unsqueeze(1) if inputs.dim() == 3 else inputs
+        part = Images(inputs, torch.as_tensor(np.asarray(labels)).long(), *statistics)
+        parts.append(replace(part, augment=is_train and (augment if choice is None else choice)))
+    return _limited(Task(parts[0], parts[1], tuple(parts[0].inputs.shape[1:]), num_classes), config)
+
+
+def _limited(task: Task, config: Config) -> Task:
+    def cut(data: Any, limit: int | None) -> Any:
+        if limit is None or limit >= len(data):
+            return data
+        if isinstance(data, Images):
+            return replace(data, inputs=data.inputs[:limit], labels=data.labels[:limit])
+        return torch.utils.data.Subset(data, range(limit))
+
+    return replace(task, train=cut(task.train, config.task.train_limit), test=cut(task.test, config.task.test_limit))
+
+
+def fashion_small(config: Config) -> Task:
+    """Embedded: 5,000 training and 2,500 test images of Fashion-MNIST, balanced; needs no network"""
+    with resources.as_file(resources.files("cocod_accel.tasks") / "fashion_small.npz") as path, np.load(path) as arrays:
+        train, test = ((arrays[f"{split}_images"], arrays[f"{split}_labels"]) for split in ("train", "test"))
+    return _image_task(config, train, test, _FASHION, 10, augment=False)
+
+
+def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An array in MNIST's idx format, gzipped or not."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    num_dims = data[3]
+    shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims)
+    if values.size != math.prod(shape):
+        raise ConfigError(f"{path}: holds {values.size} values where its header says {shape}; download it again")
+    return values.reshape(shape)
+
+
+def _idx_task(config: Config, folder: str, kind: str, statistics: Any) -> Task:
+    roots = [
+        Path(config.task.data_dir) / folder / "raw",
+        Path(config.task.data_dir) / folder,
+        Path(config.task.data_dir),
+    ]
+    parts = []
+    if config.task.download:
+        _download(config, kind)
+    for prefix in ("train", "t10k"):
+        arrays = []
+        for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"):
+            found = next((p for r in roots for p in (r / name, r / f"{name}.gz") if p.is_file()), None)
+            if found is None:
+                raise _missing(config, folder, f"{name}[.gz]")
+            arrays.append(read_idx(found))
+        parts.append((arrays[0], arrays[1]))
+    return _image_task(config, parts[0], parts[1], statistics, 10, augment=False)
+
+
+def _missing(config: Config, folder: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"task.data_dir={config.task.data_dir}: {folder}/{name} is not there; set task.data_dir, or task.download=true"
+    )
+
+
+def _download(config: Config, kind: str) -> None:
+    import torchvision.datasets
+
+    try:
+        for train in (True, False):
+            getattr(torchvision.datasets, kind)(config.task.data_dir, train=train, download=True)
+    except Exception as error:
+        raise ConfigError(
+            f"task.download=true: {kind} cannot be downloaded ({type(error).__name__}); put it into {config.task.data_dir}"
+        ) from error
+
+
+def fashion_mnist(config: Config) -> Task:
+    """Fashion-MNIST: 60,000 + 10,000 grey images of 28x28, 10 classes"""
+    return _idx_task(config, "FashionMNIST", "FashionMNIST", _FASHION)
+
+
+def mnist(config: Config) -> Task:
+    """MNIST: 60,000 + 10,000 grey images of 28x28, 10 digits"""
+    return _idx_task(config, "MNIST", "MNIST", _MNIST)
+
+
+def read_cifar_binary(path: Path, label_bytes: int) -> tuple[Any, Any]:
+    """Images and labels of CIFAR's official binary layout; the last label byte is the fine one."""
+    data = np.frombuffer(path.read_bytes(), np.uint8)
+    record = label_bytes + 3 * 32 * 32
+    if data.size == 0 or data.size % record:
+        raise ConfigError(f"{path}: {data.size} bytes are not whole records of {record}; download it again")
+    rows = data.reshape(-1, record)
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1].astype(np.int64)
+
+
+def _read_cifar_pickle(path: Path, key: str) -> tuple[Any, Any]:
+    with path.open("rb") as file:  # torchvision's own files, whose layout is pickled numpy arrays
+        content = pickle.load(file, encoding="latin1")
+    return content["data"].reshape(-1, 3, 32, 32), np.asarray(content[key])
+
+
+def _joined(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+
+
+def cifar10(config: Config) -> Task:
+    """CIFAR-10: 50,000 + 10,000 colour images of 32x32, 10 classes; torchvision's files or cifar-10-batches-bin/"""
+    if config.task.download:
+        _download(config, "CIFAR10")
+    root = Path(config.task.data_dir)
+    binary, pickled = root / "cifar-10-batches-bin", root / "cifar-10-batches-py"
+    names = [f"data_batch_{i}" for i in range(1, 6)]
+    if (binary / "test_batch.bin").is_file():
+        for name in names:
+            if not (binary / f"{name}.bin").is_file():
+                raise _missing(config, binary.name, f"{name}.bin")
+        train = _joined([read_cifar_binary(binary / f"{name}.bin", 1) for name in names])
+        test = read_cifar_binary(binary / "test_batch.bin", 1)
+    elif (pickled / "test_batch").is_file():
+        train = _joined([_read_cifar_pickle(pickled / name, "labels") for name in names])
+        test = _read_cifar_pickle(pickled / "test_batch", "labels")
+    else:
+        raise _missing(config, binary.name, "test_batch.bin")
+    return _image_task(config, train, test, _CIFAR10, 10, augment=True)
+
+
+def cifar100(config: Config) -> Task:
+    """CIFAR-100: 50,000 + 10,000 colour images of 32x32, 100 classes; torchvision's files or cifar-100-binary/"""
+    if config.task.download:
+        _download(config, "CIFAR100")
+    root = Path(config.task.data_dir)
+    binary, pickled = root / "cifar-100-binary", root / "cifar-100-python"
+    if (binary / "train.bin").is_file() and (binary / "test.bin").is_file():
+        train, test = (read_cifar_binary(binary / f"{split}.bin", 2) for split in ("train", "test"))
+    elif (pickled / "train").is_file():
+        train, test = (_read_cifar_pickle(pickled / split, "fine_labels") for split in ("train", "test"))
+    else:
+        raise _missing(config, binary.name, "train.bin")
+    return _image_task(config, train, test, _CIFAR100, 100, augment=True)
+
+
+def synthetic(config: Config) -> Task:
+    """Made up and learnable: task.args = {num_train, num_test, num_classes, size, channels, noise}, seeded"""
+    options: dict[str, Any] = {
+        "num_train": 512,
+        "num_test": 256,
+        "num_classes": 10,
+        "size": 16,
+        "channels": 1,
+        "noise": 1.0,
+    }
+    for key, value in config.task.args.items():
+        if key not in options:
+            raise ConfigError(f"task.args.{key}={value}: the synthetic task takes {', '.join(options)}")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not number or (key != "noise" and not isinstance(value, int)):
+            raise ConfigError(f"task.args.{key}={value}: must be a positive number" + ("" if key == "noise" else ", whole"))
+        options[key] = value
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (options["channels"], options["size"], options["size"])
+    centres = torch.randn(options["num_classes"], *shape, generator=generator)
+    parts = []
+    for count in (options["num_train"], options["num_test"]):
+        labels = torch.arange(count) % options["num_classes"]
+        noise = torch.randn(count, *shape, generator=generator) * options["noise"]
+        parts.append(Images(centres[labels] + noise, labels))
+    return _limited(Task(parts[0], parts[1], shape, options["num_classes"]), config)
+
+
+def own_task(value: Any, config: Config) -> Task:
+    """A user's (train, test): two Datasets, or two pairs of tensors (inputs, labels)."""
+    name = config.task.name
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise ConfigError(f"task.name={name}: must return (train, test), returned {type(value).__name__}")
+    parts: list[Any] = []
+    for part in value:
+        if isinstance(part, tuple) and len(part) == 2 and all(isinstance(t, Tensor) for t in part):
+            parts.append(Images(part[0], part[1]))
+        elif hasattr(part, "__getitem__") and hasattr(part, "__len__"):
+            parts.append(part)
+        else:
+            raise ConfigError(
+                f"task.name={name}: returned a {type(part).__name__}; use a Dataset with a length or (inputs, labels)"
+            )
+    for part, which in zip(parts, ("train", "test"), strict=True):
+        if len(part) == 0:
+            raise ConfigError(f"task.name={name}: its {which} set is empty")
+    if isinstance(parts[0], Images):
+        shape, labels = tuple(parts[0].inputs.shape[1:]), parts[0].labels
+        num_classes = int(labels.max()) + 1
+    else:
+        sample = parts[0][0]
+        shape, num_classes = tuple(torch.as_tensor(sample[0]).shape), 0
+    return _limited(Task(parts[0], parts[1], shape, num_classes), config)
+
+
+DATASETS: dict[str, Callable[[Config], Task]] = {
+    "fashion_small": fashion_small,
+    "synthetic": synthetic,
+    "fashion_mnist": fashion_mnist,
+    "mnist": mnist,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+}

@@ -1,0 +1,98 @@
+"""wandb and TensorBoard behind accelerate's trackers. A tracker that fails warns once and never stops training."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate.accelerator import Accelerator
+from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+from cocod_accel.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers:
+    """The trackers of a run, on the main process; elsewhere there are none."""
+
+    def __init__(self, accelerator: Accelerator, config: Config, folder: Path) -> None:
+        self._trackers: list[Any] = []
+        if not accelerator.is_main_process:
+            return
+        for name in config.logging.trackers:
+            try:
+                self._trackers.append(_make(name, config, folder))
+            except Exception as error:
+                _warn(name, error)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._each(lambda tracker: tracker.log(values, step=step))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary and close."""
+
+        def end(tracker: Any) -> None:
+            if tracker.name == "wandb":
+                tracker.tracker.summary.update(_flat(summary))
+            tracker.finish()
+
+        self._each(end)
+        self._trackers = []
+
+    def _each(self, call: Any) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                _warn(tracker.name, error)
+
+
+def _make(name: str, config: Config, folder: Path) -> Any:
+    tracker: Any
+    if name == "wandb":
+        import wandb
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        # No host, user, git or command line: a run folder may be given away.
+        settings = wandb.Settings(x_disable_meta=True, x_disable_stats=True, disable_git=True, console="off", silent=True)
+        tracker = WandBTracker(
+            config.logging.project,
+            name=folder.name,
+            group=config.logging.group or config.task.name.replace(":", "."),
+            tags=[config.algorithm.name, config.model.name, f"{config.cluster.num_workers} workers"],
+            mode=config.logging.wandb_mode,
+            dir=str(folder),
+            settings=settings,
+        )
+        tracker.start()
+        # Accuracy is plotted against training time, not against wandb's own step.
+        tracker.tracker.define_metric("train_seconds")
+        for pattern in ("eval/*", "train/*", "comm/*"):
+            tracker.tracker.define_metric(pattern, step_metric="train_seconds")
+    else:
+        tracker = TensorBoardTracker("tensorboard", logging_dir=str(folder))
+        tracker.start()
+    tracker.store_init_configuration(_flat(dataclasses.asdict(config)))
+    return tracker
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots, values that every tracker takes."""
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            rows.update(_flat(value, f"{prefix}{key}."))
+        else:
+            rows[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return rows
+
+
+def _warn(name: str, error: Exception) -> None:
+    logger.warning(
+        "%s is off for this run (%s); the run folder has everything", name, str(error).split("\n")[0] or type(error)
+    )

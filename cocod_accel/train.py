@@ -1,0 +1,63 @@
+"""The trainer's entry point: ``accelerate launch ... -m cocod_accel.train A.yaml [B.yaml ...] [key.sub=value ...]``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from cocod_accel import runtime
+from cocod_accel.config import ConfigError, load_config
+from cocod_accel.metrics import RunFolder
+from cocod_accel.tasks import build_model, build_task
+from cocod_accel.trainer import NonFiniteLossError, Trainer, Work
+
+EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+def run(arguments: list[str]) -> None:
+    """Check everything that can be checked alone, then connect and train."""
+    config = load_config(arguments)
+    runtime.seed_everything(config.seed)  # the same model on every worker
+    task = build_task(config)
+    for rank in range(config.cluster.num_workers):
+        Work.of(config, task.num_train, rank)
+    model = build_model(config, task)
+    with runtime.start(config, arguments) as accelerator:
+        path = RunFolder.create(config) if accelerator.is_main_process else None
+        path = Path(runtime.from_main(str(path)))
+        summary = Trainer(config, task, model, accelerator, path).run()
+        if accelerator.is_main_process:
+            print(
+                f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
+                f"{summary['train_seconds']:.1f} s of training; {path}"
+            )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run and turn every expected failure into one line and an exit code."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        run(sys.argv[1:] if arguments is None else arguments)
+    except ConfigError as error:
+        return _say(f"error: {error}", EXIT_BAD_INPUT)
+    except NonFiniteLossError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # from whichever worker it is
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return _say("interrupted; the run folder holds what was written until now", EXIT_INTERRUPTED)
+    except RuntimeError as error:
+        if "gloo" not in str(error) and "NCCL" not in str(error):
+            raise
+        return _say(f"error: another worker is gone ({str(error).splitlines()[0][-120:]})", EXIT_FAILED)
+    return 0
+
+
+def _say(line: str, code: int) -> int:
+    if runtime.is_speaker():
+        print(line, file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
