@@ -7,6 +7,7 @@ batch, and AsynLocal-SGD takes k_i = max(1, round(k * C_i / min C)) steps a roun
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class ShardSampler:
     """
 
     def __init__(self, num_samples: int, shards: Sequence[int], rank: int, seed: int) -> None:
-        order = torch.randperm(num_samples, generator=_generator(seed, 0, 0))
+        order = torch.randperm(num_samples, generator=seeded_generator(seed, "shards"))
         start = sum(shards[:rank])
         self.shard: Tensor = order[start : start + shards[rank]]
         self._seed = seed
@@ -111,9 +112,10 @@ class ShardSampler:
         if num_used > size:
             raise ValueError(f"an epoch of {num_used} samples does not fit into a shard of {size}")
         turned = self.shard.roll(-number * (size - num_used) % size)[:num_used]
-        return turned[torch.randperm(num_used, generator=_generator(self._seed, self._rank + 1, number + 1))]
+        return turned[torch.randperm(num_used, generator=seeded_generator(self._seed, "epoch", self._rank, number))]
 
 
-def _generator(seed: int, stream: int, number: int) -> torch.Generator:
-    # Distinct for distinct (seed, stream, number) as long as there are fewer than 2^20 workers and 2^20 epochs.
-    return torch.Generator().manual_seed((seed << 40) + (stream << 20) + number)
+def seeded_generator(*key: int | str) -> torch.Generator:
+    """A generator of its own for every key. Hashed, because torch's CPU generator uses the low 32 bits of a seed only."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

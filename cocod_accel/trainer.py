@@ -40,7 +40,7 @@ from cocod_accel.comm import bytes_of
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.metrics import RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.schedule import learning_rate, period_in_epoch, period_in_steps
-from cocod_accel.sharding import ShardSampler, WorkPlan, local_periods, plan_workers, steps_in_shards
+from cocod_accel.sharding import ShardSampler, WorkPlan, local_periods, plan_workers, seeded_generator, steps_in_shards
 from cocod_accel.tasks import Task
 from cocod_accel.tasks.data import batches
 from cocod_accel.trackers import Trackers
@@ -174,7 +174,7 @@ class Trainer:
 
     def _batches(self, epoch: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         indices = self.sampler.epoch(epoch, steps * self.work.batch)
-        generator = torch.Generator().manual_seed((self.config.seed << 40) + (self.rank << 20) + epoch)
+        generator = seeded_generator(self.config.seed, "augment", self.rank, epoch)
         return batches(
             self.task.train,
             indices,

@@ -399,3 +399,21 @@ def test_stats_can_be_logged_as_a_mapping() -> None:
         stats = sync.stats()
     assert dict(stats) == {"rounds": 0, "bytes": 0, "exposed_seconds": 0.0, "hidden_seconds": 0.0, "drift": 0.0}
     assert stats.rounds == stats["rounds"] == 0
+
+
+def buffers_after_a_round(rank: int, name: str) -> Any:
+    model = DistributedDataParallel(make_resnet())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    attach(model, optimizer, loops.make_algorithm(name, 1), weight=WEIGHTS[rank])
+    with torch.no_grad():
+        for buffer_name, buffer in model.module.named_buffers():
+            if buffer_name.endswith("running_mean"):
+                buffer.fill_(1.0 + rank)
+    model.eval()  # so that the forward leaves the statistics alone
+    resnet_step(model, optimizer, rank, 0)
+    return model.module.bn1.running_mean[0].item()
+
+
+def test_rounds_average_buffers_by_value_in_local_and_leave_them_alone_in_cocod() -> None:
+    assert run_workers(2, buffers_after_a_round, "local") == pytest.approx([1.25, 1.25], rel=1e-6)
+    assert run_workers(2, buffers_after_a_round, "cocod") == [1.0, 2.0]

@@ -1,0 +1,194 @@
+"""The configuration: strict, mergeable, reloadable; the paper's figures; and dozens of mistakes, one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cocod_accel import train
+from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.config import Config, ConfigError, load_config, save_config
+from cocod_accel.schedule import learning_rate
+from cocod_accel.trainer import Work
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def test_files_are_merged_in_order_then_overrides(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("seed: 1\nbatch_size: 8\nschedule: {epochs: 3}\n")
+    (tmp_path / "b.yaml").write_text("batch_size: 16\nschedule: {warmup_epochs: 2}\n")
+    config = load_config([str(tmp_path / "a.yaml"), "seed=7", str(tmp_path / "b.yaml"), "schedule.warmup_epochs=0.5"])
+    assert (config.seed, config.batch_size, config.schedule.epochs, config.schedule.warmup_epochs) == (7, 16, 3, 0.5)
+
+
+def test_interpolation(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("seed: 3\nname: run-${seed}-${algorithm.name}\n")
+    assert load_config([str(tmp_path / "a.yaml"), "algorithm.name=local"]).name == "run-3-local"
+
+
+@pytest.mark.parametrize("profile", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_resolved_configuration_reloads_to_an_equal_one(profile: Path, tmp_path: Path) -> None:
+    config = load_config([str(profile), "task.args={a: [1, x]}", "name=${seed}"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config([str(tmp_path / "config.yaml")]) == config
+
+
+@pytest.mark.parametrize("task", sorted((CONFIGS / "tasks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_profiles_are_the_papers_section_5(task: Path) -> None:
+    """Every figure of section 5.1 to 5.3, derived from the resolved profiles."""
+    data, model = task.stem.split("_")
+    for profile, proportional in (("homogeneous_16gpu", False), ("heterogeneous_16gpu", True)):
+        for algorithm in ALGORITHMS:
+            overrides = [f"algorithm.name={algorithm}"]
+            if algorithm == "asynlocal":
+                overrides.append("cluster.proportional=false")
+            config = load_config([str(CONFIGS / f"{profile}.yaml"), str(task), *overrides])
+            assert (config.task.name, config.model.name) == (data, model)
+            work = [Work.of(config, 50_000, rank) for rank in range(16)]
+            sampled = proportional and algorithm != "asynlocal"
+            assert [w.batch for w in work] == ([32] * 8 + [64] * 8 if sampled else [32] * 16)
+            schedule, options = config.schedule, config.optimizer
+            assert (options.momentum, options.weight_decay) == (0.9, 1e-4)
+            assert schedule.epochs == 120
+            scaled = options.learning_rate * work[0].plan.learning_rate_factor
+
+            def rate(epoch: float, scaled: float = scaled, config: Config = config) -> float:
+                s = config.schedule
+                base = config.optimizer.learning_rate
+                return learning_rate(epoch, base, scaled, s.warmup_epochs, s.decay_epochs, s.decay_factor)
+
+            assert rate(0) == 0.01
+            assert rate(5) == pytest.approx(0.24 if sampled else 0.16)
+            assert rate(79.99) == rate(5)
+            assert rate(80) == pytest.approx(rate(5) / 10)
+            if algorithm in ("ssgd", "pipe"):
+                continue
+            for rank, w in enumerate(work):
+                tenth = sum(w.steps[:10])
+                faster = 2 if algorithm == "asynlocal" and proportional and rank >= 8 else 1
+                assert w.algorithm.period.at(tenth - 1) == faster
+                assert w.algorithm.period.at(tenth) == 5 * faster
+            rounds = {w.steps[119] // w.algorithm.period.at(sum(w.steps[:119])) for w in work}
+            assert len(rounds) == 1 or algorithm != "asynlocal"
+
+
+MISTAKES: list[tuple[str, str]] = [
+    # unknown keys
+    ("sed=1", "unknown key sed; did you mean seed?"),
+    ("batchsize=8", "unknown key batchsize; did you mean batch_size?"),
+    ("schedule.epoch=3", "unknown key schedule.epoch; did you mean schedule.epochs?"),
+    ("algoritm.name=cocod", "unknown key algoritm; did you mean algorithm?"),
+    ("algorithm.perod=5", "unknown key algorithm.perod; did you mean algorithm.period?"),
+    ("optimizer.lr=0.1", "unknown key optimizer.lr; known: learning_rate"),
+    ("optimizer.momentun=0.1", "did you mean optimizer.momentum?"),
+    ("epochs=3", "unknown key epochs; did you mean schedule.epochs?"),
+    ("momentum=0.5", "unknown key momentum; did you mean optimizer.momentum?"),
+    ("cluster.worker=2", "did you mean cluster.num_workers?"),
+    ("cluster.num_worker=2", "did you mean cluster.num_workers?"),
+    ("logging.traker=[]", "did you mean logging.trackers?"),
+    ("evaluation.target=[0.5]", "did you mean evaluation.targets?"),
+    ("task.data=x", "unknown key task.data; did you mean task.data_dir?"),
+    ("zzz=1", "unknown key zzz; known: name, output, seed"),
+    # wrong types
+    ("seed=one", "seed"),
+    ("seed=1.5", "seed"),
+    ("batch_size=big", "batch_size"),
+    ("batch_size=[1,2]", "batch_size"),
+    ("schedule=5", "schedule must hold keys and values, not 5"),
+    ("schedule.epochs=ten", "schedule.epochs"),
+    ("schedule.decay_epochs=5", "decay_epochs"),
+    ("schedule.decay_epochs=[a]", "decay_epochs"),
+    ("optimizer.learning_rate=fast", "learning_rate"),
+    ("optimizer.nesterov=maybe", "nesterov"),
+    ("cluster.speeds=2", "speeds"),
+    ("task.args=3", "args"),
+    ("task.download=perhaps", "download"),
+    ("logging.trackers=wandb", "trackers"),
+    ("evaluation.targets=0.8", "targets"),
+    # impossible values
+    ("seed=-1", "seed=-1: must be at least 0"),
+    ("batch_size=0", "batch_size=0: must be at least 1"),
+    ("loader_workers=-1", "loader_workers=-1: must be at least 0"),
+    ("schedule.epochs=0", "schedule.epochs=0: must be at least 1"),
+    ("schedule.warmup_epochs=-1", "schedule.warmup_epochs=-1.0: must not be negative"),
+    ("schedule.warmup_epochs=99", "is more than schedule.epochs=8"),
+    ("schedule.decay_epochs=[8]", "schedule.decay_epochs[0]=8: is after the last epoch"),
+    ("schedule.decay_epochs=[4,3]", "schedule.decay_epochs[1]=3: must be positive and in increasing order"),
+    ("schedule.decay_epochs=[0]", "must be positive"),
+    ("schedule.decay_factor=0", "schedule.decay_factor=0.0: must be in (0, 1]"),
+    ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: must be positive"),
+    ("optimizer.learning_rate=nan", "optimizer.learning_rate=nan"),
+    ("optimizer.momentum=1", "optimizer.momentum=1.0: must be in [0, 1)"),
+    ("optimizer.weight_decay=-0.1", "must not be negative"),
+    ("algorithm.name=cocodd", "algorithm.name=cocodd: is not known; did you mean cocod?"),
+    ("algorithm.name=adam", "algorithm.name=adam: is not known; choose from ssgd, pipe"),
+    ("algorithm.period=0", "algorithm.period=0: a period must be at least 1"),
+    ("algorithm.period=2.5", "algorithm.period=2.5 is not an int"),
+    ("algorithm.period=[[1,5]]", "the first pair must start at epoch 0"),
+    ("algorithm.period=[[0,1],[8,5]]", "changes after the last epoch"),
+    ("algorithm.period=[0,1]", "is not a pair of ints"),
+    ("precision=fp8", "precision=fp8: is not known"),
+    ("cluster.num_workers=0", "cluster.num_workers=0: must be at least 1"),
+    ("cluster.speeds=[1]", "has 1 entries for cluster.num_workers=2; give one per worker"),
+    ("cluster.speeds=[1,0]", "cluster.speeds[1]=0.0 is not positive"),
+    ("cluster.speeds=[1,-2]", "cluster.speeds[1]=-2.0 is not positive"),
+    ("cluster.speeds=[1,nan]", "cluster.speeds[1]=nan"),
+    ("cluster.proportional=true", "needs cluster.speeds"),
+    ("cluster.device=gpu9", "cluster.device=gpu9: is not known"),
+    ("evaluation.every_epochs=9", "so nothing would ever be evaluated"),
+    ("evaluation.targets=[85]", "evaluation.targets[0]=85.0: must be a share in (0, 1]"),
+    ("logging.every_steps=0", "logging.every_steps=0: must be at least 1"),
+    ("logging.trackers=[wandv]", "logging.trackers[0]=wandv: is not known; did you mean wandb?"),
+    ("logging.wandb_mode=onlin", "logging.wandb_mode=onlin: is not known; did you mean online?"),
+    ("name=a/b", "name=a/b: must not contain a slash"),
+    ("batch_size=4000", "5000 training samples are fewer than the 8000"),
+    # things that are not there
+    ("task.name=cifar", "task.name=cifar: is not known; did you mean cifar10?"),
+    ("task.name=cifar10", "cifar-10-batches-bin/test_batch.bin is not there"),
+    ("task.name=mnist", "MNIST/train-images-idx3-ubyte[.gz] is not there"),
+    ("task.name=nowhere:data", "task.name=nowhere:data: cannot be imported"),
+    ("task.name=math:nothing", "task.name=math:nothing: cannot be imported"),
+    ("task.name=math:sqrt", "task.args={}: math:sqrt does not take them"),
+    ("model.name=resnet19", "model.name=resnet19: is not known; did you mean resnet18?"),
+    ("model.name=os:getcwd", "returned a str, not a torch.nn.Module"),
+    ("model.args={a: 1}", "only for a model given as module:callable"),
+    ("task.name=${nothing}", "nothing"),
+    ("nofile.yaml", "nofile.yaml: no such file"),
+    ("configs/quikstart.yaml", "did you mean configs/quickstart.yaml?"),
+    ("LICENSE", "LICENSE"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[mistake for mistake, _ in MISTAKES])
+def test_a_mistake_is_one_clear_line(
+    mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    arguments = ["configs/quickstart.yaml", f"output={tmp_path / 'runs'}", f"task.data_dir={tmp_path}", mistake]
+    assert train.main(arguments) == 2
+    written = capsys.readouterr()
+    lines = written.err.strip().splitlines()
+    assert len(lines) == 1, written.err
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert not (tmp_path / "runs").exists(), "a run folder was made for a run that could not start"
+
+
+def test_at_least_60_mistakes_are_covered() -> None:
+    assert len(MISTAKES) >= 60
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "seed: [1\n", "seed: {\n", "a: b: c\n"])
+def test_a_file_that_is_no_configuration(text: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml: .*") as caught:
+        load_config([str(tmp_path / "bad.yaml")])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_key_is_reached_by_an_override() -> None:
+    config: Any = load_config(["cluster.speeds=[1, 2]", "cluster.proportional=true", "task.args={num_train: 8}"])
+    assert config.speeds == [1, 2]
+    assert config.task.args == {"num_train": 8}
