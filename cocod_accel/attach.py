@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.attempts import AttemptCounter
@@ -29,7 +30,7 @@ from cocod_accel.checks import (
     raise_problems,
 )
 from cocod_accel.comm import Communicator, SoloComm, TorchComm, exchange_reports, private_group
-from cocod_accel.ddp import LocalPhase
+from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 1
@@ -112,17 +113,10 @@ class Sync:
         self._is_averaged = False
         self._phase: LocalPhase | None = None
         if subject.ddp is not None and subject.router is not None:
-            subject.router.method = self._method
+            subject.router.take(self._method)
             if not algorithm.reduces_gradients:
                 self._phase = LocalPhase(subject.ddp)
-        self._counter = AttemptCounter(
-            subject.model,
-            subject.optimizers,
-            subject.trainable,
-            on_attempt=self._end_attempt,
-            before_step=self._before_step,
-            in_passing=self._method.poll,
-        )
+        self._counter = AttemptCounter(subject.model, subject.optimizers, _Watcher(self))
         ATTACHED.add(subject.module)
         self._method.start(equal)
 
@@ -136,11 +130,14 @@ class Sync:
         """
         self._check_usable("averaged()")
         self._counter.settle()
+        slots = self._subject.buffer_slots()
         self._is_averaged = self._counter.paused = True
         try:
             with self._replica.averaged():
                 yield
         finally:
+            for owner, name, buffer in slots:  # modules may have bound other tensors meanwhile
+                owner._buffers[name] = buffer
             self._is_averaged = self._counter.paused = False
 
     def finish(self) -> None:
@@ -154,6 +151,7 @@ class Sync:
     def reweight(self, weight: float) -> None:
         """Finish with the old weights, then start a round with new ones. Collective."""
         self._check_usable("reweight()")
+        self._counter.settle()  # before anybody waits: others may be in a round's mean already
         problem: Exception | None = None
         value = float("nan")
         try:
@@ -219,7 +217,9 @@ class Sync:
             if self._phase is not None:
                 self._phase.end()
             if self._subject.router is not None:
-                self._subject.router.method = None
+                self._subject.router.release()
+                if self._phase is not None and self._clock.attempts > 0:
+                    self._subject.router.retire_static_graph(self._subject.ddp)
             ATTACHED.discard(self._subject.module)
 
     def __enter__(self) -> Self:
@@ -253,21 +253,6 @@ class Sync:
         self._replica.traffic.spans = []
         return spans
 
-    # ---- what the hooks call
-
-    def _end_attempt(self) -> None:
-        if self._clock.tick():
-            if self.guard is not None:
-                self.guard()
-            self._method.launch()
-            self._method.land()
-
-    def _before_step(self, has_closure: bool) -> None:
-        if self._is_averaged:
-            raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
-        if self._subject.ddp is None:
-            self._method.before_step(has_closure)
-
     # ---- details
 
     def _check_usable(self, call: str) -> None:
@@ -281,3 +266,39 @@ class Sync:
         if self._subject.router is not None:
             self._subject.router.private_group = None
         self.detach()
+
+
+class _Watcher:
+    """What the hooks tell a :class:`Sync`."""
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+        self._method = sync._method
+        self._ddp = sync._subject.ddp
+
+    def attempted(self) -> None:
+        sync = self._sync
+        if sync._clock.tick():
+            if sync.guard is not None:
+                sync.guard()
+            self._method.launch()
+            self._method.land()
+
+    def step_begins(self) -> None:
+        if self._sync._is_averaged:
+            raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+
+    def backward_begins(self, standing: bool) -> None:
+        self._method.backward_begins(standing, bare=self._ddp is None)
+
+    def backward_ends(self) -> None:
+        self._method.backward_ends(bare=self._ddp is None)
+        if self._ddp is not None and self._ddp.find_unused_parameters and self._method.reduces_gradients:
+            # Queued from a callback that runs before DDP's own, so that this one runs after it.
+            Variable._execution_engine.queue_callback(self._method.after_buckets)
+
+    def in_passing(self) -> None:
+        self._method.poll()
+
+    def accumulates(self) -> bool:
+        return self._ddp is not None and under_no_sync(self._ddp)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,38 +37,83 @@ def tensors_in(output: object) -> Iterator[Tensor]:
             yield from tensors_in(getattr(output, field.name))
 
 
+class Watcher(Protocol):
+    """Who is told what a loop does."""
+
+    def attempted(self) -> None:
+        """One more attempt, from the main thread and outside a step."""
+
+    def step_begins(self) -> None:
+        """The first optimizer of an attempt is about to step."""
+
+    def backward_begins(self, standing: bool) -> None:
+        """``standing``: the gradients of an earlier backward are still there, so these will be added to them."""
+
+    def backward_ends(self) -> None:
+        """Gradients have been accumulated."""
+
+    def in_passing(self) -> None:
+        """A good moment for something that costs nothing."""
+
+    def accumulates(self) -> bool:
+        """Whether the loop has said (with ``no_sync``) that more backwards will follow before a step."""
+
+
+class _Hook:
+    """A hook that is left behind when the module it hangs on is copied or saved."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(_nothing)
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+_Identity = tuple[int, int] | None
+
+
 class AttemptCounter:
     """Watches a model's forwards and backwards and its optimizers' steps, and reports every attempt."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        parameters: Sequence[Tensor],
-        on_attempt: Callable[[], None],
-        before_step: Callable[[bool], None],
-        in_passing: Callable[[], None],
-    ) -> None:
-        self._optimizers = list(optimizers)
-        self._parameters = list(parameters)
-        self._on_attempt = on_attempt
-        self._before_step = before_step
-        self._in_passing = in_passing
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._num_optimizers = len(optimizers)
+        # Only what the optimizers hold: their zero_grad() leaves the gradients of other parameters standing.
+        self._parameters: list[Tensor] = [
+            parameter
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        self.paused = False  # True: what the model does now is evaluation
         self._stepped: set[int] = set()
         self._in_closure = False
         self._in_backward = False
+        self._forward_is_open = False  # a training forward has had no backward yet
+        self._accumulates = False
         self._backward_ran = False
         self._num_owed = 0
-        self.paused = False  # True: what the model does now is evaluation
         self._watches_parameters = False
-        self._witness: tuple[Tensor, int, int] | None = None
+        self._before: list[_Identity] | None = None
+        self._witness: tuple[Tensor, _Identity] | None = None
         self._removables: list[Any] = [
-            model.register_forward_pre_hook(self._forward_begins),
-            model.register_forward_hook(self._forward_ends),
+            model.register_forward_pre_hook(_Hook(self._forward_begins)),
+            model.register_forward_hook(_Hook(self._forward_ends)),
         ]
-        for optimizer in self._optimizers:
-            self._removables.append(optimizer.register_step_pre_hook(self._step_begins))
-            self._removables.append(optimizer.register_step_post_hook(self._step_ends))
+        for optimizer in optimizers:
+            self._removables.append(optimizer.register_step_pre_hook(_Hook(self._step_begins)))
+            self._removables.append(optimizer.register_step_post_hook(_Hook(self._step_ends)))
 
     def remove(self) -> None:
         """Take all hooks off again."""
@@ -77,10 +122,13 @@ class AttemptCounter:
         self._removables = []
 
     def settle(self) -> None:
-        """Count what is known to have been attempted by now; from the main thread, outside a step."""
-        if self._stepped or (self._backward_ran and self._gradients_dropped()):
-            self._num_owed += 1
-            self.forget()
+        """Count everything attempted by now, because somebody is about to meet the other workers.
+
+        A backward that no step has followed counts even if its gradients still stand: a loop that calls ``zero_grad()``
+        first will drop them a moment later. Unless the loop has said that it accumulates.
+        """
+        if self._stepped or (self._backward_ran and (not self._accumulates or self._gradients_dropped())):
+            self._owe()
         self._pay()
 
     def forget(self) -> None:
@@ -92,19 +140,27 @@ class AttemptCounter:
     # ---- hooks
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        self._in_passing()
+        self._watcher.in_passing()
         # Without grad it is an evaluation, perhaps on one worker only: nothing may start a collective there.
-        if torch.is_grad_enabled() and not self._in_closure and not self.paused:
-            self._in_backward = False  # in case the last backward raised
-            self.settle()
+        if not torch.is_grad_enabled() or self._in_closure or self.paused:
+            return
+        self._in_backward = False  # in case the last backward raised
+        if self._stepped or (self._backward_ran and self._gradients_dropped()):
+            self._owe()
+        if not self._forward_is_open:  # else ending a round would change parameters that a backward still needs
+            self._pay()
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._in_passing()
-        if not torch.is_grad_enabled() or self._watches_parameters or self.paused:
+        self._watcher.in_passing()
+        if not torch.is_grad_enabled() or self.paused:
+            return
+        self._forward_is_open = True
+        self._accumulates = self._watcher.accumulates()
+        if self._watches_parameters:
             return
         found = False
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(self._backward_begins)
                 found = True
         if not found and module.training and self._parameters:
@@ -116,47 +172,66 @@ class AttemptCounter:
         if self._in_backward or self.paused:
             return
         self._in_backward = True
-        if self._backward_ran and not self._stepped and not self._in_closure and self._gradients_dropped():
-            # Dropped between forward and backward. Ending a round here would change parameters that this backward
-            # still reads, so the attempt is owed until the step.
-            self._num_owed += 1
+        self._forward_is_open = False
+        standing = any(parameter.grad is not None for parameter in self._parameters)
+        self._before = [_identity(parameter) for parameter in self._parameters] if standing else None
+        if self._backward_ran and not self._stepped and not self._in_closure:
+            standing = standing and not self._gradients_dropped()
+            if not standing:
+                # Dropped between forward and backward. Ending a round here would change parameters that this backward
+                # still reads, so the attempt is owed until the step.
+                self._owe()
+        else:
+            standing = False
+        self._watcher.backward_begins(standing)
         Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
-        holder = next((parameter for parameter in self._parameters if parameter.grad is not None), None)
-        # No gradient anywhere: autograd.grad() of an output, not a backward that a step could follow.
-        self._backward_ran = holder is not None
-        self._witness = None if holder is None else (holder, *_identity(holder.grad))
+        before, self._before = self._before, None
+        if before is None:
+            changed = any(parameter.grad is not None for parameter in self._parameters)
+        else:
+            changed = any(_identity(p) != old for p, old in zip(self._parameters, before, strict=True))
+        if changed:  # else it was autograd.grad() of an output, not a backward that a step could follow
+            self._backward_ran = True
+            self._watcher.backward_ends()
+            holder = next(parameter for parameter in self._parameters if parameter.grad is not None)
+            self._witness = holder, _identity(holder)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_passing()
+        self._watcher.in_passing()
         self._in_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if not self._stepped:
-            self._before_step(self._in_closure)
+            self._watcher.step_begins()
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_passing()
-        self._in_closure = False
+        self._watcher.in_passing()
+        self._in_closure = self._forward_is_open = False
         self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
-            self.settle()
+        if len(self._stepped) == self._num_optimizers:
+            self._owe()
+            self._pay()
 
     # ---- details
 
     def _gradients_dropped(self) -> bool:
         if self._witness is not None:
-            holder, *identity = self._witness
-            if holder.grad is not None and _identity(holder.grad) == tuple(identity):
+            holder, identity = self._witness
+            if identity is not None and _identity(holder) == identity:
                 return False  # untouched since backward: the usual case while gradients accumulate, and free of charge
         return not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
+
+    def _owe(self) -> None:
+        self._num_owed += 1
+        self.forget()
 
     def _pay(self) -> None:
         while self._num_owed:
             self._num_owed -= 1
-            self._on_attempt()
+            self._watcher.attempted()
 
 
-def _identity(gradient: Tensor | None) -> tuple[int, int]:
-    assert gradient is not None
-    return gradient.data_ptr(), gradient._version
+def _identity(parameter: Tensor) -> _Identity:
+    gradient = parameter.grad
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cocod_accel.algorithms import Algorithm
+from cocod_accel.algorithms import Algorithm, PipeSGD
 from cocod_accel.averaging import Weights, check_weight
 from cocod_accel.comm import bytes_of, default_group
-from cocod_accel.ddp import HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
+from cocod_accel.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 
 #: Modules that an algorithm is attached to now.
 ATTACHED: WeakSet[nn.Module] = WeakSet()
@@ -37,6 +38,7 @@ class Subject:
     optimizers: list[Optimizer]
     trainable: list[nn.Parameter]
     frozen: list[nn.Parameter]
+    buffer_shapes: dict[str, torch.Size]
     signature: str
 
     @classmethod
@@ -58,6 +60,12 @@ class Subject:
             )
         if ddp is not None and ddp.mixed_precision is not None:
             raise ValueError("DDP(mixed_precision=...) keeps a second set of parameters; use torch.autocast instead")
+        if isinstance(algorithm, PipeSGD):
+            _check_pipe(module, ddp)
+        if algorithm.reduces_gradients and ddp is not None and ddp in ROUTERS and ROUTERS[ddp].barrier is not None:
+            raise ValueError(
+                "static_graph=True after local steps: DDP no longer synchronises; wrap the module in a fresh DDP"
+            )
         for line in unsupported_modules(module, local=not algorithm.reduces_gradients):
             raise ValueError(line)
         named = dict(module.named_parameters())
@@ -75,6 +83,7 @@ class Subject:
             optimizers=optimizers,
             trainable=[parameter for parameter in kept.values() if parameter.requires_grad],
             frozen=[parameter for parameter in kept.values() if not parameter.requires_grad],
+            buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers() if name not in ignored},
             signature=_signature(module, kept),
         )
 
@@ -86,8 +95,26 @@ class Subject:
         return self.ddp.process_group
 
     def buffers(self) -> list[Tensor]:
-        ignored = ignored_names(self.ddp)
-        return [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
+        """The buffers to average, as they are bound now. Their shapes are those of attach, or the sums would be wrong."""
+        found = []
+        for name, shape in self.buffer_shapes.items():
+            buffer = self.module.get_buffer(name)
+            if buffer.shape != shape:
+                raise ValueError(
+                    f"buffer {name} had shape {tuple(shape)} at attach and has {tuple(buffer.shape)} now, so it cannot be "
+                    "averaged; let DDP ignore it (_set_params_and_buffers_to_ignore_for_model) before attaching"
+                )
+            found.append(buffer)
+        return found
+
+    def buffer_slots(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Where every buffer is bound, and to what."""
+        return [
+            (owner, name, buffer)
+            for owner in self.module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
 
 
 @dataclass(frozen=True)
@@ -163,6 +190,12 @@ def check_weights(algorithm: Algorithm, weights: Weights) -> None:
             f"{type(algorithm).__name__} averages with equal weights, got {list(weights.values)}; "
             "pass the same weight on every worker and a period in proportion to its speed"
         )
+
+
+def _check_pipe(module: nn.Module, ddp: DistributedDataParallel | None) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex() and ddp is not None:
+            raise ValueError(f"PipeSGD does not delay complex gradients under DDP ({name}); use another algorithm")
 
 
 def _check_ownership(optimizers: Sequence[Optimizer], named: dict[str, nn.Parameter]) -> None:

@@ -71,7 +71,9 @@ def _launch(command: list[str]) -> int:
     try:
         launch_command(launch_command_parser().parse_args(command[2:]))
     except ChildFailedError as error:
-        return max((abs(failure.exitcode) for failure in error.failures.values()), default=1) or 1
+        # The first to fail is the cause; the others were ended by the launcher.
+        code = int(error.get_first_failure()[1].exitcode)
+        return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + int(error.sigval)
     except SystemExit as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -106,7 +107,17 @@ class TorchComm:
 def private_group(group: Any) -> Any:
     """A new process group with the members of ``group``; every member must call this."""
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+    return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=len(ranks) < dist.get_world_size())
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """The timeout the user gave ``group``; a new group would take torch's default."""
+    try:
+        backend = group._get_backend(dist.distributed_c10d._get_pg_default_device(group))
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
 
 
 def exchange_reports(report: Any, group: Any) -> list[Any]:

@@ -8,7 +8,8 @@ broadcasts and the bitmap all-reduce of ``find_unused_parameters``. Should somet
 """
 
 # No "from __future__ import annotations" here: torch compares the hook's annotations with real classes.
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.comm import reduce_like_ddp
 
-_ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
+ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
 
 _SHARDED_MODEL = "it is sharded, so no worker holds a whole model; use DistributedDataParallel"
 _SHARDED_OPTIMIZER = "its state is sharded over the workers (ZeRO), so none can step alone; use a plain optimizer"
@@ -80,17 +81,36 @@ def torch_optimizers(optimizer: object) -> list[Optimizer]:
 
 
 class HookRouter:
-    """A DDP model's communication hook: the stock mean unless an algorithm has been put in."""
+    """A DDP model's communication hook: the stock mean unless an algorithm has been put in.
 
-    def __init__(self, process_group: Any) -> None:
+    It holds the algorithm weakly: torch keeps the router as long as the model, and would so keep everything else.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
         self.private_group: Any = None
-        self.method: Algorithm | None = None
+        self.barrier: Any = None
+        self._method: Callable[[], Algorithm | None] = _none
         self._open: list[tuple[Bucket, Future[Tensor]]] = []
+
+    def take(self, method: Algorithm) -> None:
+        self._method = weakref.ref(method)
+        if self.barrier is not None:
+            self.barrier.remove()
+            self.barrier = None
+
+    def release(self) -> None:
+        self._method = _none
+
+    def retire_static_graph(self, ddp: DistributedDataParallel | None) -> None:
+        """With static_graph, DDP counts gradient hooks in its first backward; local steps have spoilt that count."""
+        if ddp is not None and ddp.static_graph:
+            self.barrier = ddp.register_forward_pre_hook(_refuse_training)
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         flat = bucket.buffer()
-        if self.method is None:
+        method = self._method()
+        if method is None:
             return reduce_like_ddp(flat, self.process_group)
         if bucket.index() == 0:
             self._open = []  # in case the last backward raised half-way
@@ -98,13 +118,31 @@ class HookRouter:
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
         mine = Bucket(flat, bucket.gradients(), bucket.parameters())
         self._open.append((mine, future))
-        self.method.reduce(mine)
+        method.reduce(mine)
         if bucket.is_last():
             opened, self._open = self._open, []
-            self.method.complete([ready for ready, _ in opened])
+            method.complete([ready for ready, _ in opened])
             for ready, waiter in opened:
                 waiter.set_result(ready.flat)
         return future
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HookRouter, ()  # a model may be copied or saved; process groups may not
+
+    def __deepcopy__(self, memo: Any) -> "HookRouter":
+        return HookRouter()
+
+
+def _none() -> None:
+    return None
+
+
+def _refuse_training(module: nn.Module, args: Any) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "this DDP model has static_graph=True and took local steps, so DDP would stop synchronising in silence; "
+            "wrap the module in a fresh DistributedDataParallel"
+        )
 
 
 def _route(state: HookRouter, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -113,27 +151,34 @@ def _route(state: HookRouter, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 def router_of(ddp: DistributedDataParallel) -> HookRouter:
     """This model's router, registered on first use."""
-    router = _ROUTERS.get(ddp)
+    router = ROUTERS.get(ddp)
     if router is None:
         router = HookRouter(ddp.process_group)
+        taken = RuntimeError(
+            "this DDP model already has a communication hook, and torch allows one; "
+            "attach to a fresh DistributedDataParallel without register_comm_hook"
+        )
+        # A router without a group came along when the model was copied, and is not registered with the copy.
+        if any(not isinstance(state, HookRouter) for _, state in getattr(ddp, "_comm_hooks", ())):
+            raise taken
         try:
-            if getattr(ddp, "_comm_hooks", None):
-                raise RuntimeError("a hook is there")
             ddp.register_comm_hook(router, _route)
         except RuntimeError as error:
-            raise RuntimeError(
-                "this DDP model already has a communication hook, and torch allows one; "
-                "attach to a fresh DistributedDataParallel without register_comm_hook"
-            ) from error
-        _ROUTERS[ddp] = router
+            raise taken from error
+        ROUTERS[ddp] = router
     return router
+
+
+def under_no_sync(ddp: DistributedDataParallel) -> bool:
+    """Whether the loop is inside ``no_sync()``, which stores False; a local phase stores 0."""
+    return ddp.require_backward_grad_sync is False
 
 
 class LocalPhase:
     """Switches off everything DDP communicates on its own; :meth:`end` puts it back."""
 
     _SWITCHES = (
-        ("require_backward_grad_sync", False),
+        ("require_backward_grad_sync", 0),  # and not False, which is what no_sync() stores
         ("broadcast_buffers", False),
         # With static_graph, the first backward would reduce everything whatever the other switches say.
         ("_static_graph_delay_allreduce_enqueued", True),

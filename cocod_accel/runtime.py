@@ -75,6 +75,8 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
     yield accelerator
     # Only after a clean run: after an exception the others may be anywhere, and nothing may wait for them.
     if dist.is_initialized():
+        accelerator.wait_for_everyone()
+        accelerator.free_memory()
         dist.destroy_process_group()
 
 

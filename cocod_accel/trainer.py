@@ -145,6 +145,7 @@ class Trainer:
             self.trackers.finish(summary)
         self._write_spans()
         self.folder.close()
+        self.sync.detach()
         return summary
 
     def _train_epoch(self, epoch: int, bar: Any) -> float:

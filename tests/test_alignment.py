@@ -99,16 +99,21 @@ def test_gradients_dropped_after_the_forward_keep_rounds_aligned() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def skipped_at_the_end(rank: int, call: str) -> Any:
+def skipped_at_the_end(rank: int, call: str, name: str, zero_first: bool) -> Any:
     model = DistributedDataParallel(loops.make_model())
     optimizer = loops.OPTIMIZERS["sgd"](model)
-    sync = attach(model, optimizer, CoCoDSGD(2))
+    sync = attach(model, optimizer, loops.make_algorithm(name, 2))
     for step in range(4):
+        if zero_first:
+            optimizer.zero_grad()
         loops.loss_of(model, *loops.make_batch(rank, step)).backward()
         if not (rank == 1 and step == 3):
             optimizer.step()
-        optimizer.zero_grad()
-    if call == "averaged":
+        if not zero_first:
+            optimizer.zero_grad()
+    if call == "reweight":
+        sync.reweight(1)
+    elif call == "averaged":
         with sync.averaged():
             pass
     elif call == "state_dict":
@@ -120,10 +125,90 @@ def skipped_at_the_end(rank: int, call: str) -> Any:
     return rounds, loops.snapshot(model)
 
 
-@pytest.mark.parametrize("call", ["averaged", "state_dict", "finish"])
-def test_a_skip_is_settled_by_whoever_asks(call: str) -> None:
-    (rounds, first), (rounds_too, second) = run_workers(2, skipped_at_the_end, call)
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("name", ["local", "cocod"])
+@pytest.mark.parametrize("call", ["averaged", "state_dict", "finish", "reweight"])
+def test_a_skip_is_settled_by_whoever_asks(call: str, name: str, zero_first: bool) -> None:
+    (rounds, first), (rounds_too, second) = run_workers(2, skipped_at_the_end, call, name, zero_first, seconds=30)
     assert rounds == rounds_too == 2
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def asked_while_accumulating(rank: int) -> Any:
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+    sync = attach(model, optimizer, CoCoDSGD(2))
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        sync.state_dict()
+        with sync.averaged():
+            pass
+        loops.loss_of(model, *loops.make_batch(rank, step + 9)).backward()
+        optimizer.step()
+    return sync._clock.attempts, sync.stats().rounds
+
+
+def test_asking_in_the_middle_of_an_accumulation_counts_nothing() -> None:
+    assert run_workers(2, asked_while_accumulating) == [(4, 2)] * 2
+
+
+def gradients_of_inputs(rank: int) -> Any:
+    """Worker 0 looks at input gradients after every step, while the gradients of the step still stand."""
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+    sync = attach(model, optimizer, LocalSGD(4))
+    for step in range(8):
+        x, y = loops.make_batch(rank, step)
+        optimizer.zero_grad()
+        loops.loss_of(model, x, y).backward()
+        optimizer.step()
+        if rank == 0:
+            x = x.requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+    return sync._clock.attempts, sync.stats().rounds
+
+
+def test_gradients_of_inputs_are_no_attempts() -> None:
+    assert run_workers(2, gradients_of_inputs, seconds=30) == [(8, 2)] * 2
+
+
+def part_of_the_model(rank: int) -> Any:
+    """The optimizer holds the last layer only, so its zero_grad leaves other gradients standing."""
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = torch.optim.SGD(model.module[2].parameters(), lr=0.1)
+    sync = attach(model, optimizer, LocalSGD(2))
+    for step in range(6):
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        if not (rank == 1 and step in (1, 2)):
+            optimizer.step()
+        optimizer.zero_grad()
+    return sync._clock.attempts, sync.stats().rounds
+
+
+def test_skips_are_seen_if_the_optimizer_holds_a_part_of_the_model() -> None:
+    assert run_workers(2, part_of_the_model, seconds=30)[0] == (6, 3)
+
+
+def two_forwards(rank: int) -> Any:
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+    sync = attach(model, optimizer, CoCoDSGD(2))
+    for step in range(6):
+        x, y = loops.make_batch(rank, step)
+        first = model(x)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(first + model(-x), y).backward()
+        if not (rank == 1 and step in (1, 2, 3)):
+            optimizer.step()
+    sync.finish()
+    return sync.stats().rounds, loops.snapshot(model)
+
+
+def test_two_forwards_before_one_backward_survive_a_skip() -> None:
+    (rounds, first), (rounds_too, second) = run_workers(2, two_forwards, seconds=30)
+    assert rounds == rounds_too == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

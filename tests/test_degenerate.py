@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cocod_accel import ALGORITHMS, SSGD, CoCoDSGD, LocalSGD, PipeSGD, attach
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
-from tests.workers import run_workers
+from tests.workers import run_outcomes, run_workers
 
 NUM_STEPS = 11
 
@@ -257,3 +257,85 @@ def test_equal_starts_need_no_communication_in_the_first_round() -> None:
         assert [row.rounds for row in rows] == [0, 1, 1, 2, 2, 3, 3]
         assert rows[2].drift == 0
         assert rows[4].drift > 0
+
+
+def pipe_gradients(rank: int, wrap: bool) -> Any:
+    """What stands in .grad after every backward when the gradients are 1, 2, 3, ..."""
+    model: Any = nn.Linear(1, 1, bias=False)
+    if wrap:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attach(model, optimizer, PipeSGD())
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.tensor([[step + 1.0]])).sum().backward()
+        seen.append(next(iter(model.parameters())).grad.item())
+        optimizer.step()
+    return seen
+
+
+def test_pipe_has_the_delayed_gradient_in_place_when_backward_returns() -> None:
+    assert pipe_gradients(0, wrap=False) == [0, 1, 2, 3]
+    assert run_workers(2, pipe_gradients, True) == [[0, 1, 2, 3]] * 2
+
+
+def test_pipe_on_a_bare_module_accumulates() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attach(model, optimizer, PipeSGD())
+    seen = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        for micro_gradient in (1.0, 10.0):
+            model(torch.tensor([[micro_gradient]])).sum().backward()
+        assert model.weight.grad is not None
+        seen.append(model.weight.grad.item())
+        optimizer.step()
+    assert seen == [0, 11, 11, 11]
+
+
+def pipe_accumulating(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attach(model, optimizer, PipeSGD())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for micro_gradient in (1.0, 10.0):
+            model(torch.tensor([[micro_gradient]])).sum().backward()
+        optimizer.step()
+
+
+def test_pipe_refuses_to_add_to_a_delayed_gradient() -> None:
+    for outcome in run_outcomes(2, pipe_accumulating, seconds=30):
+        assert outcome.error is not None
+        assert "run all but the last backward under model.no_sync()" in outcome.error[1]
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        out: Tensor = self.heads[which](x)
+        return out
+
+
+def pipe_with_unused(rank: int, set_to_none: bool) -> Any:
+    model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attach(model, optimizer, PipeSGD())
+    seen = []
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(torch.tensor([[step + 1.0]]), step % 2).sum().backward()
+        seen.append([0.0 if p.grad is None else p.grad.item() for p in model.parameters()])
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_pipe_does_not_lose_the_gradient_of_a_parameter_that_the_next_step_does_not_use(set_to_none: bool) -> None:
+    expected = [[0, 0], [1, 0], [0, 2], [3, 0], [0, 4]]
+    assert run_workers(2, pipe_with_unused, set_to_none) == [expected] * 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from cocod_accel import ALGORITHMS, CoCoDSGD, LocalSGD, Sync, attach
+from cocod_accel import ALGORITHMS, SSGD, CoCoDSGD, LocalSGD, Sync, attach
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
 from tests.workers import run_outcomes, run_workers
@@ -417,3 +419,130 @@ def buffers_after_a_round(rank: int, name: str) -> Any:
 def test_rounds_average_buffers_by_value_in_local_and_leave_them_alone_in_cocod() -> None:
     assert run_workers(2, buffers_after_a_round, "local") == pytest.approx([1.25, 1.25], rel=1e-6)
     assert run_workers(2, buffers_after_a_round, "cocod") == [1.0, 2.0]
+
+
+class Rebinding(nn.Module):
+    """Buffers that are bound anew in every forward, and one that grows."""
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.grows = grows
+        self.mean: Tensor
+        self.count: Tensor
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = torch.cat([self.mean, x.mean(0).detach()]) if self.grows else 0.5 * self.mean + x.mean(0).detach()
+        self.count = self.count + 1
+        out: Tensor = self.inner(x)
+        return out
+
+
+def rebinding(rank: int) -> Any:
+    model = DistributedDataParallel(Rebinding())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, LocalSGD(2))
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), 1.0 + rank + step)).sum().backward()
+        optimizer.step()
+    local = full_state(model)
+    with sync.averaged():
+        inside = full_state(model)
+        model(torch.ones(1, 2))
+    assert same(full_state(model), local)
+    return local["module.mean"], inside["module.mean"]
+
+
+def test_buffers_that_are_bound_anew_are_averaged_and_come_back() -> None:
+    (local, inside), (local_too, inside_too) = run_workers(2, rebinding)
+    assert torch.equal(inside, inside_too)
+    assert torch.allclose(inside, (local + local_too) / 2)
+
+
+def growing(rank: int) -> None:
+    model = DistributedDataParallel(Rebinding(grows=True))
+    sync = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), CoCoDSGD(9))
+    for _ in range(1 + rank):
+        model(torch.ones(1, 2))
+    sync.finish()
+
+
+def test_a_buffer_whose_shape_changed_is_refused_before_any_sum() -> None:
+    for outcome in run_outcomes(2, growing, seconds=30):
+        assert outcome.error is not None
+        assert outcome.error[0] == "ValueError"
+        assert "buffer mean had shape (2,) at attach and has" in outcome.error[1]
+
+
+def copied_and_freed(rank: int) -> None:
+    model: Any = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+    attach(model, optimizer, CoCoDSGD(2))
+    for step in range(3):
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        optimizer.step()
+    twin = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    torch.save(model, io.BytesIO())
+    twin_optimizer = loops.OPTIMIZERS["sgd"](twin)
+    with attach(twin, twin_optimizer, CoCoDSGD(2)):
+        pass
+    watched = weakref.ref(model.module)
+    del model, optimizer, twin, twin_optimizer
+    gc.collect()
+    assert watched() is None
+
+
+def test_an_attached_model_can_be_copied_saved_and_freed() -> None:
+    run_workers(2, copied_and_freed)
+
+
+def static_graph(rank: int) -> None:
+    model = DistributedDataParallel(loops.make_model(), static_graph=True)
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, 0)).backward()
+        optimizer.step()
+
+    for _ in range(2):  # attaching local steps again is fine
+        with attach(model, optimizer, LocalSGD(2)):
+            step()
+    with torch.no_grad():
+        model(loops.make_batch(rank, 0)[0])
+    with pytest.raises(RuntimeError, match="wrap the module in a fresh DistributedDataParallel"):
+        step()
+    with pytest.raises(ValueError, match="wrap the module in a fresh DDP"):
+        attach(model, optimizer, SSGD())
+
+
+def test_a_static_graph_that_took_local_steps_is_not_trained_on_in_silence() -> None:
+    run_workers(2, static_graph)
+
+
+def a_parameter_as_output(rank: int) -> int:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> tuple[Tensor, Tensor]:
+            return self.weight * 2, self.weight
+
+    model = DistributedDataParallel(Plain())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, CoCoDSGD(2)):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model()[0].sum().backward()
+            optimizer.step()
+    return len(model.module.weight._backward_hooks or {})
+
+
+def test_hooks_do_not_pile_up_on_a_parameter_that_is_an_output() -> None:
+    assert run_workers(2, a_parameter_as_output) == [0, 0]

@@ -81,8 +81,14 @@ class Algorithm:
     def complete(self, buckets: list[Bucket]) -> None:
         """All buckets of this backward are ready: on return each holds what the optimizer is to use."""
 
-    def before_step(self, has_closure: bool) -> None:
-        """The optimizer of a bare module, whose gradients no bucket has carried, is about to step."""
+    def backward_begins(self, standing: bool, bare: bool) -> None:
+        """``standing``: gradients will be added to those of an earlier backward. ``bare``: no bucket will carry them."""
+
+    def backward_ends(self, bare: bool) -> None:
+        """Gradients have been accumulated; a driver without buckets has nothing else to say."""
+
+    def after_buckets(self) -> None:
+        """The gradients of all buckets are in ``.grad``, except where DDP found a parameter unused by every worker."""
 
     def poll(self) -> None:
         """Note in passing whether what is in flight has arrived."""

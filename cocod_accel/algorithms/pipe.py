@@ -24,9 +24,11 @@ class PipeSGD(Algorithm):
     name: ClassVar[str] = "pipe"
     reduces_gradients: ClassVar[bool] = True
 
-    _previous: FlatCopy  # the mean gradient of the step before, complete when ``_handle`` is
-    _spare: FlatCopy
+    _previous: FlatCopy | None  # the mean gradient of the step before, complete when ``_handle`` is; None: zero
+    _spare: FlatCopy | None
     _handle: Handle | None
+    _is_delivered: bool  # since the last attempt
+    _is_kept: bool  # by a bare module, since the last attempt
 
     def __init__(self) -> None:
         super().__init__(period=1)
@@ -36,9 +38,8 @@ class PipeSGD(Algorithm):
 
     def bind(self, replica: Replica) -> Self:
         bound = super().bind(replica)
-        bound._previous, bound._spare = FlatCopy(replica.parameters), FlatCopy(replica.parameters)
-        bound._handle = None
-        bound.drain()
+        bound._previous = bound._spare = bound._handle = None
+        bound._is_delivered = bound._is_kept = False
         return bound
 
     def start(self, equal: bool) -> None:
@@ -47,45 +48,93 @@ class PipeSGD(Algorithm):
 
     @torch.no_grad()
     def complete(self, buckets: list[Bucket]) -> None:
-        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        gradients = [as_real(gradient) for bucket in buckets for gradient in bucket.gradients]
-        torch._foreach_copy_([self._spare.views[parameter] for parameter in parameters], gradients)
+        pairs = [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.gradients, strict=True)]
+        gradients = self._keep(dict(pairs))
+        assert self._spare is not None
         for buffer in self._spare.buffers:
             self.replica.weights.scale_gradient_(buffer)
         handle = self.replica.comm.launch(self._spare.buffers)
         self._wait()
-        torch._foreach_copy_(gradients, [self._previous.views[parameter] for parameter in parameters])
+        self._deliver(gradients)
         self._previous, self._spare, self._handle = self._spare, self._previous, handle
 
+    def backward_begins(self, standing: bool, bare: bool) -> None:
+        if standing and self._is_delivered and not bare:
+            raise RuntimeError(
+                "PipeSGD has put the previous step's gradient into .grad, so no backward can add to it; "
+                "when accumulating, run all but the last backward under model.no_sync()"
+            )
+        if standing and self._is_delivered and self._spare is not None:
+            with torch.no_grad():  # this step's own gradients again, so that the backward adds to them
+                for parameter, view in self._spare.views.items():
+                    if parameter.grad is not None:
+                        parameter.grad.copy_(view)
+
     @torch.no_grad()
-    def before_step(self, has_closure: bool) -> None:
-        """Without DDP there is one worker: exchange the gradients with those of the step before, in place."""
-        if has_closure:
-            raise RuntimeError("PipeSGD cannot delay the gradients of a closure on a bare module; wrap the model in DDP")
-        parameters = [parameter for parameter in self.replica.parameters if parameter.grad is not None]
-        gradients = [as_real(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            kept = [gradient.clone() for gradient in gradients]
-            previous = [self._previous.views[parameter] for parameter in parameters]
-            torch._foreach_copy_(gradients, previous)
-            torch._foreach_copy_(previous, kept)
+    def backward_ends(self, bare: bool) -> None:
+        """Without DDP there is one worker: keep the gradients for the next step, show those of the step before."""
+        if bare:
+            self._deliver(self._keep({p: p.grad for p in self.replica.parameters if p.grad is not None}))
+            self._is_kept = True
+
+    @torch.no_grad()
+    def after_buckets(self) -> None:
+        """What the step before used and this one does not: its gradient is due now all the same."""
+        if self._spare is not None:  # what was delivered
+            for parameter, delivered in self._spare.views.items():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(delivered)
+                elif bool(delivered.any()):
+                    parameter.grad = delivered.to(parameter.dtype, copy=True)
+
+    def launch(self) -> None:
+        if self._is_kept:
+            self._previous, self._spare = self._spare, self._previous
+        self._is_delivered = self._is_kept = False
 
     def drain(self) -> None:
         self._wait()
-        for buffer in self._previous.buffers:
-            buffer.zero_()
+        self._previous = self._spare = None
+        self._is_delivered = self._is_kept = False
 
     def state(self) -> list[Tensor] | None:
         self._wait()
-        return self._previous.clone_buffers()
+        return None if self._previous is None else self._previous.clone_buffers()
 
     def load_state(self, state: list[Tensor] | None) -> None:
         self._wait()
-        self._previous.fill(state if state is not None else [])
+        loaded = None
+        if state is not None:
+            loaded = FlatCopy(self.replica.parameters)
+            loaded.fill(state)
+        self._previous, self._spare = loaded, None
+        self._is_delivered = self._is_kept = False
 
     def poll(self) -> None:
         if self._handle is not None:
             self._handle.poll()
+
+    # ---- details
+
+    def _keep(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Copy this step's gradients; those of parameters that were trainable at attach."""
+        if self._spare is None:
+            self._spare = FlatCopy(self.replica.parameters)
+        ours = {p: as_real(g) for p, g in gradients.items() if p in self._spare.views}
+        missing = [parameter for parameter in self._spare.views if parameter not in ours]
+        for parameter in missing:  # no gradient this time
+            self._spare.views[parameter].zero_()
+        if ours:
+            torch._foreach_copy_([self._spare.views[parameter] for parameter in ours], list(ours.values()))
+        return ours
+
+    def _deliver(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Put the previous step's gradients in the place of this step's."""
+        self._is_delivered = True
+        if gradients and self._previous is not None:
+            torch._foreach_copy_(list(gradients.values()), [self._previous.views[p] for p in gradients])
+        elif gradients:
+            torch._foreach_zero_(list(gradients.values()))
 
     def _wait(self) -> None:
         handle, self._handle = self._handle, None

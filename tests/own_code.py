@@ -1,0 +1,54 @@
+"""A user's own model and data, as they would stand in a file of theirs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Stripes(Dataset[tuple[Tensor, int]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        label = index % 3
+        image = torch.zeros(1, 6, 6)
+        image[0, :, 2 * label : 2 * label + 2] = 1
+        return image + 0.1 * torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(index)), label
+
+
+def make_data(count: int) -> tuple[Stripes, Stripes]:
+    return Stripes(count), Stripes(30)
+
+
+def make_tensors() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    data = Stripes(60)
+    inputs, labels = torch.stack([data[i][0] for i in range(60)]), torch.tensor([data[i][1] for i in range(60)])
+    return (inputs, labels), (inputs[:30], labels[:30])
+
+
+def make_model(width: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+class Exploding(nn.Module):
+    """Its loss stops being a number on worker 1 at its 7th training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model(4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        out: Tensor = self.inner(x)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return out * float("nan") if rank == 1 and self.calls == 7 else out
+
+
+def explode() -> nn.Module:
+    return Exploding()
