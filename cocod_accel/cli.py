@@ -32,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
 
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "train" and not any(argument.startswith("-") for argument in rest):
+        options.configs += rest  # overrides after an option
+    elif rest:
+        parser.error(f"unknown: {' '.join(rest)}")
     try:
         return int(options.run(options))
     except (ConfigError, ValueError) as error:
@@ -66,8 +70,7 @@ def _launch(command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The launcher's own account of a failure; the worker has said what happened.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+    logging.disable(logging.CRITICAL)  # the launcher's own account of a failure: the worker has said what happened
     try:
         launch_command(launch_command_parser().parse_args(command[2:]))
     except ChildFailedError as error:

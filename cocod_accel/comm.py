@@ -112,12 +112,13 @@ def private_group(group: Any) -> Any:
 
 def _timeout_of(group: Any) -> timedelta | None:
     """The timeout the user gave ``group``; a new group would take torch's default."""
-    try:
-        backend = group._get_backend(dist.distributed_c10d._get_pg_default_device(group))
-        timeout: timedelta = backend.options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return timeout
+    for device in ("cuda", "cpu"):
+        try:
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):  # another backend, or a torch that keeps it elsewhere
+            continue
+        return timeout
+    return None
 
 
 def exchange_reports(report: Any, group: Any) -> list[Any]:

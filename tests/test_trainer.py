@@ -160,7 +160,7 @@ def test_accelerate_launch_and_torchrun_give_the_same_numbers(tmp_path: Path) ->
     arguments = ["-m", "cocod_accel.train", "configs/quickstart.yaml", *TINY, "logging.trackers=[]", f"output={tmp_path}"]
     launched = command("accelerate", "launch", "--config_file", "configs/accelerate/cpu_2.yaml", *arguments, "name=a")
     assert launched.returncode == 0, launched.stderr
-    torchrun = command("torchrun", "--nproc_per_node", "2", "--master_port", "0", *arguments, "name=b")
+    torchrun = command("torchrun", "--nproc_per_node", "2", "--standalone", *arguments, "name=b")
     assert torchrun.returncode == 0, torchrun.stderr
     digests = {read_summary(tmp_path / name)["model_digest"] for name in ("a", "b")}
     assert len(digests) == 1
@@ -201,7 +201,7 @@ def test_workers_that_are_not_there_are_missed(tmp_path: Path) -> None:
 
 def test_more_workers_than_meant_are_refused(tmp_path: Path) -> None:
     arguments = ["-m", "cocod_accel.train", "configs/quickstart.yaml", *TINY, f"output={tmp_path / 'runs'}"]
-    done = command("torchrun", "--nproc_per_node", "3", "--master_port", "0", *arguments)
+    done = command("torchrun", "--nproc_per_node", "3", "--standalone", *arguments)
     assert done.returncode != 0
     assert "error: cluster.num_workers=2: but 3 processes are there; run: accelerate launch" in done.stderr
     assert not (tmp_path / "runs").exists()
