@@ -241,6 +241,23 @@ class Sync:
     #: Called at a round's end before this worker's model enters an average; may raise to keep it out.
     guard: Callable[[], None] | None = None
 
+    def listen_for_stop(self) -> None:
+        """From now on any worker may ask all of them to stop; every worker calls this at the same point."""
+        self._replica.stop_vote = False
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop. They agree at a round's end: the question travels with the average."""
+        self._replica.stop_vote = True
+
+    def stop_agreed(self, ask_now: bool = False) -> bool:
+        """Whether all workers are to stop, the same on each of them after the same round.
+
+        ``ask_now``: every worker asks at this step. Needed where rounds send no models, and ignored elsewhere.
+        """
+        if ask_now and (self._method.reduces_gradients or self._replica.comm.size == 1):
+            self._replica.agree_to_stop()
+        return self._replica.stop_agreed
+
     def record_spans(self) -> None:
         """From now on keep when communication happened, for :meth:`take_spans`."""
         self._replica.traffic.spans = []

@@ -17,7 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from cocod_accel.comm import Communicator, Handle, exposed_and_hidden
+from cocod_accel.comm import Communicator, Handle, exposed_and_hidden, ring_bytes
 
 # Tensors are processed in pieces of about this size on CPU, so that consecutive passes over a piece (copy and
 # scale; subtract, norm and add) find it in the cache. One large parameter stays one piece.
@@ -255,6 +255,7 @@ class _InFlight:
     snapshot: FlatCopy
     total: FlatCopy
     handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t
+    ballot: Tensor | None = None  # becomes the number of workers that ask to stop
 
 
 class Replica:
@@ -279,6 +280,10 @@ class Replica:
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
         self._drift = _Drift()
+        #: Whether this worker asks all of them to stop; None: nobody may ask, and nothing is sent.
+        self.stop_vote: bool | None = None
+        #: True on every worker after the same round, once one of them has asked.
+        self.stop_agreed = False
 
     @property
     def drift(self) -> float:
@@ -308,7 +313,12 @@ class Replica:
         for local, scaled in zip(snapshot.segments, total.segments, strict=True):
             torch._foreach_copy_(local.views, local.tensors)
             torch.mul(local.flat, self.weights.factor, out=scaled.flat)
-        self._in_flight = _InFlight(snapshot, total, self.comm.launch(total.buffers))
+        ballot = None
+        if self.stop_vote is not None:
+            ballot = torch.full((1,), float(self.stop_vote), device=total.buffers[0].device)
+        handle = self.comm.launch(total.buffers if ballot is None else [*total.buffers, ballot])
+        handle.num_bytes = ring_bytes(total.buffers, self.comm.size)
+        self._in_flight = _InFlight(snapshot, total, handle, ballot)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -328,7 +338,7 @@ class Replica:
             return
         flight, self._in_flight = self._in_flight, None
         assert flight.handle is not None, "a landed average keeps only its delta"
-        self.traffic.wait_for([flight.handle])
+        self._arrive(flight, flight.handle)
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
             mean_(segment.flat, self.weights.total)
@@ -344,7 +354,7 @@ class Replica:
         flight = self._in_flight
         if flight is None or flight.handle is None:
             return
-        self.traffic.wait_for([flight.handle])
+        self._arrive(flight, flight.handle)
         flight.handle = None
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
@@ -414,7 +424,22 @@ class Replica:
         self._pair = FlatCopy(self.parameters), loaded
         self._in_flight = _InFlight(*self._pair, handle=None)
 
+    def agree_to_stop(self) -> None:
+        """Ask all workers now, blocking; for algorithms whose rounds send no models."""
+        if self.stop_vote is not None and self.comm.size > 1:
+            device = self.parameters[0].device if self.parameters else None
+            ballot = torch.full((1,), float(self.stop_vote), device=device)
+            self.comm.launch([ballot]).wait()
+            self.stop_agreed = bool(ballot > 0)
+        elif self.stop_vote:
+            self.stop_agreed = True
+
     # ---- details
+
+    def _arrive(self, flight: _InFlight, handle: Handle) -> None:
+        self.traffic.wait_for([handle])
+        if flight.ballot is not None:
+            self.stop_agreed = self.stop_agreed or bool(flight.ballot > 0)
 
     def _floating_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.buffers() if buffer.is_floating_point()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from cocod_accel.metrics import RunFolder
 from cocod_accel.tasks import build_model, build_task
 from cocod_accel.trainer import NonFiniteLossError, Trainer, Work
 
-EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments: list[str]) -> int:
     """Check everything that can be checked alone, then connect and train."""
     config = load_config(arguments)
     runtime.seed_everything(config.seed)  # the same model on every worker
@@ -26,19 +27,23 @@ def run(arguments: list[str]) -> None:
     with runtime.start(config, arguments) as accelerator:
         path = RunFolder.create(config) if accelerator.is_main_process else None
         path = Path(runtime.from_main(str(path)))
-        summary = Trainer(config, task, model, accelerator, path).run()
+        trainer = Trainer(config, task, model, accelerator, path)
+        # A polite end (pre-emption, kill): all workers agree on it, evaluate, and write their summary.
+        signal.signal(signal.SIGTERM, lambda *_: trainer.sync.request_stop())
+        summary = trainer.run()
         if accelerator.is_main_process:
             print(
                 f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
-                f"{summary['train_seconds']:.1f} s of training; {path}"
+                f"{summary['train_seconds']:.1f} s of training{' (stopped early)' if trainer.is_stopped else ''}; {path}"
             )
+    return EXIT_STOPPED if trainer.is_stopped else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run and turn every expected failure into one line and an exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        run(sys.argv[1:] if arguments is None else arguments)
+        return run(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         return _say(f"error: {error}", EXIT_BAD_INPUT)
     except NonFiniteLossError as error:
@@ -50,7 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
         if "gloo" not in str(error) and "NCCL" not in str(error):
             raise
         return _say(f"error: another worker is gone ({str(error).splitlines()[0][-120:]})", EXIT_FAILED)
-    return 0
 
 
 def _say(line: str, code: int) -> int:

@@ -7,6 +7,7 @@
             set the learning rate                         # warm-up, decay
             forward; backward                             # gradients are reduced here, if the algorithm does that
             optimizer.step()                              # a round may end here: guard, then averages land and launch
+            leave, if all workers have agreed to stop     # a request travels with the averages
             metrics row, every so many steps              # this worker's figures; nothing is gathered
         clock stops
         with sync.averaged():                             # every few epochs: evaluate the mean model, sharded and exact
@@ -115,11 +116,14 @@ class Trainer:
         weight = 1 if self.work.algorithm.needs_equal_weights else self.work.batch
         self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight)
         self.sync.guard = self._check_losses
+        self.sync.listen_for_stop()
         if config.logging.spans:
             self.sync.record_spans()
         self.clock = TrainingClock()
         self.times = TimeToAccuracy(list(config.evaluation.targets))
         self.step = 0
+        self.epoch_steps = 0
+        self.is_stopped = False
         self.best_accuracy = 0.0
         self._unchecked: list[Tensor] = []
         self._spans: list[dict[str, Any]] = []
@@ -132,9 +136,12 @@ class Trainer:
         accuracy = 0.0
         for epoch in range(self.config.schedule.epochs):
             loss = self._train_epoch(epoch, bar)
-            if (epoch + 1) % self.config.evaluation.every_epochs == 0 or epoch + 1 == self.config.schedule.epochs:
+            last = epoch + 1 == self.config.schedule.epochs or self.is_stopped
+            if (epoch + 1) % self.config.evaluation.every_epochs == 0 or last:
                 accuracy = self._evaluate(epoch, loss, bar)
             self._write_spans()
+            if self.is_stopped:
+                break
         self.clock.start()
         self.sync.finish()
         self.clock.stop()
@@ -167,11 +174,16 @@ class Trainer:
             losses += loss.detach()
             self._span("compute", begin, time.perf_counter())
             bar.update()
-            if self.step % self.config.logging.every_steps == 0:
+            log = self.step % self.config.logging.every_steps == 0
+            if log:
                 self._log_step(epoch, loss, bar)
+            if self.sync.stop_agreed(ask_now=log):
+                self.is_stopped = True
+                break
         self._check_losses()
         self.clock.stop()
-        return losses.item() / steps
+        self.epoch_steps = index + 1
+        return losses.item() / self.epoch_steps
 
     def _batches(self, epoch: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         indices = self.sampler.epoch(epoch, steps * self.work.batch)
@@ -221,7 +233,7 @@ class Trainer:
                         outputs = self.accelerator.unwrap_model(self.model)(inputs)
                     sums[0] += (outputs.argmax(1) == labels).sum().item()
                     sums[1] += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
-        samples = self.work.steps[epoch] * self.work.batch
+        samples = self.epoch_steps * self.work.batch
         mine = [*sums.tolist(), loss * samples, float(samples), self.clock.seconds]
         rows = self._gather(mine)
         correct, test_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(4))
@@ -321,6 +333,7 @@ class Trainer:
             "batches": list(self.work.plan.batches),
             "steps": self.step,
             "epochs": config.schedule.epochs,
+            "stopped_early": self.is_stopped,
             "rounds": stats.rounds,
             "best_accuracy": self.best_accuracy,
             "final_accuracy": accuracy,

@@ -17,6 +17,7 @@ import pytest
 from cocod_accel import ALGORITHMS, cli, train
 from cocod_accel.config import load_config
 from cocod_accel.report import comparison, read_summary
+from cocod_accel.trainer import Trainer
 from tests.workers import run_outcomes, run_workers
 
 ROOT = Path(__file__).parents[1]
@@ -349,6 +350,31 @@ def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> Non
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"output={tmp_path / 'file' / 'runs'}", "logging.trackers=[]"]
     outcomes = run_outcomes(2, as_launched, arguments, seconds=60)
     assert outcomes[0].result == 2
+
+
+def stopped_by_one(rank: int, arguments: list[str]) -> int:
+    """Worker 1 alone is asked to stop after its 9th training step."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    step = Trainer._span
+
+    def span(self: Trainer, name: str, start: float, end: float) -> None:
+        step(self, name, start, end)
+        if rank == 1 and self.step == 9 and name == "compute":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer._span = span  # type: ignore[method-assign]
+    return train.main(arguments)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_a_stop_asked_of_one_worker_is_agreed_by_all_at_a_round_end(name: str, tmp_path: Path) -> None:
+    arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"algorithm.name={name}", "schedule.epochs=50"]
+    arguments += [f"output={tmp_path}", "name=stopped", "logging.trackers=[]", "algorithm.period=4"]
+    assert run_workers(2, stopped_by_one, arguments) == [143, 143]
+    summary = read_summary(tmp_path / "stopped")
+    assert summary["stopped_early"] is True
+    # Asked at step 9: local averages next at 12; cocod launches then and learns of it at 16; the others ask every 5 steps.
+    assert summary["steps"] == {"local": 12, "asynlocal": 12, "cocod": 16, "ssgd": 10, "pipe": 10}[name]
 
 
 # ------------------------------------------------------------------------------------ list, doctor, compare
