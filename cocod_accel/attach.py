@@ -115,8 +115,8 @@ class Sync:
         if subject.ddp is not None and subject.router is not None:
             subject.router.take(self._method)
             if not algorithm.reduces_gradients:
-                self._phase = LocalPhase(subject.ddp)
-        self._counter = AttemptCounter(subject.model, subject.optimizers, _Watcher(self))
+                self._phase = LocalPhase(subject.ddp, bypass=subject.model is subject.ddp)
+        self._counter = AttemptCounter(subject.model, subject.optimizers, _Watcher(self), self._method.poll)
         ATTACHED.add(subject.module)
         self._method.start(equal)
 
@@ -313,9 +313,6 @@ class _Watcher:
         if self._ddp is not None and self._ddp.find_unused_parameters and self._method.reduces_gradients:
             # Queued from a callback that runs before DDP's own, so that this one runs after it.
             Variable._execution_engine.queue_callback(self._method.after_buckets)
-
-    def in_passing(self) -> None:
-        self._method.poll()
 
     def accumulates(self) -> bool:
         return self._ddp is not None and under_no_sync(self._ddp)

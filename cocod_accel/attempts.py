@@ -11,6 +11,7 @@ Gradients that merely accumulate over several backwards are one attempt: they ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
@@ -52,21 +53,12 @@ class Watcher(Protocol):
     def backward_ends(self) -> None:
         """Gradients have been accumulated."""
 
-    def in_passing(self) -> None:
-        """A good moment for something that costs nothing."""
-
     def accumulates(self) -> bool:
         """Whether the loop has said (with ``no_sync``) that more backwards will follow before a step."""
 
 
-class _Hook:
+class _Hook(functools.partial[None]):
     """A hook that is left behind when the module it hangs on is copied or saved."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing,)
@@ -85,8 +77,15 @@ _Identity = tuple[int, int] | None
 class AttemptCounter:
     """Watches a model's forwards and backwards and its optimizers' steps, and reports every attempt."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], watcher: Watcher) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        watcher: Watcher,
+        in_passing: Callable[[], None],
+    ) -> None:
         self._watcher = watcher
+        self._in_passing = in_passing  # called where the main thread comes by, twice a step
         self._num_optimizers = len(optimizers)
         # Only what the optimizers hold: their zero_grad() leaves the gradients of other parameters standing.
         self._parameters: list[Tensor] = [
@@ -140,7 +139,7 @@ class AttemptCounter:
     # ---- hooks
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        self._watcher.in_passing()
+        self._in_passing()
         # Without grad it is an evaluation, perhaps on one worker only: nothing may start a collective there.
         if not torch.is_grad_enabled() or self._in_closure or self.paused:
             return
@@ -151,7 +150,6 @@ class AttemptCounter:
             self._pay()
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._watcher.in_passing()
         if not torch.is_grad_enabled() or self.paused:
             return
         self._forward_is_open = True
@@ -159,21 +157,21 @@ class AttemptCounter:
         if self._watches_parameters:
             return
         found = False
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_begins)
+                tensor.grad_fn.register_prehook(self._backward_begins)  # a fraction of the price of tensor.register_hook
                 found = True
         if not found and module.training and self._parameters:
             # An output that hides its tensors: watch the parameters instead, which costs a call for each of them.
             self._watches_parameters = True
             self._removables.append(register_multi_grad_hook(self._parameters, self._backward_begins, mode="any"))
 
-    def _backward_begins(self, gradient: Tensor) -> None:
+    def _backward_begins(self, gradients: Any) -> None:
         if self._in_backward or self.paused:
             return
         self._in_backward = True
         self._forward_is_open = False
-        standing = any(parameter.grad is not None for parameter in self._parameters)
+        standing = self._holder() is not None
         self._before = [_identity(parameter) for parameter in self._parameters] if standing else None
         if self._backward_ran and not self._stepped and not self._in_closure:
             standing = standing and not self._gradients_dropped()
@@ -189,24 +187,22 @@ class AttemptCounter:
     def _backward_ends(self) -> None:
         self._in_backward = False
         before, self._before = self._before, None
-        if before is None:
-            changed = any(parameter.grad is not None for parameter in self._parameters)
-        else:
-            changed = any(_identity(p) != old for p, old in zip(self._parameters, before, strict=True))
-        if changed:  # else it was autograd.grad() of an output, not a backward that a step could follow
-            self._backward_ran = True
-            self._watcher.backward_ends()
-            holder = next(parameter for parameter in self._parameters if parameter.grad is not None)
-            self._witness = holder, _identity(holder)
+        holder = self._holder()
+        if holder is None or (
+            before is not None and all(_identity(p) == old for p, old in zip(self._parameters, before, strict=True))
+        ):
+            return  # it was autograd.grad() of an output, not a backward that a step could follow
+        self._backward_ran = True
+        self._watcher.backward_ends()
+        self._witness = holder, _identity(holder)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._watcher.in_passing()
+        self._in_passing()
         self._in_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if not self._stepped:
             self._watcher.step_begins()
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._watcher.in_passing()
         self._in_closure = self._forward_is_open = False
         self._stepped.add(id(optimizer))
         if len(self._stepped) == self._num_optimizers:
@@ -214,6 +210,13 @@ class AttemptCounter:
             self._pay()
 
     # ---- details
+
+    def _holder(self) -> Tensor | None:
+        """The first parameter that has a gradient."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                return parameter
+        return None
 
     def _gradients_dropped(self) -> bool:
         if self._witness is not None:

@@ -8,6 +8,7 @@ broadcasts and the bitmap all-reduce of ``find_unused_parameters``. Should somet
 """
 
 # No "from __future__ import annotations" here: torch compares the hook's annotations with real classes.
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,6 +154,11 @@ def router_of(ddp: DistributedDataParallel) -> HookRouter:
     """This model's router, registered on first use."""
     router = ROUTERS.get(ddp)
     if router is None:
+        if isinstance(
+            vars(ddp).get("forward"), _Bypass
+        ):  # a copy of an attached model: end the local phase it has inherited
+            del ddp.forward
+            ddp.require_backward_grad_sync = True
         router = HookRouter(ddp.process_group)
         taken = RuntimeError(
             "this DDP model already has a communication hook, and torch allows one; "
@@ -174,6 +180,27 @@ def under_no_sync(ddp: DistributedDataParallel) -> bool:
     return ddp.require_backward_grad_sync is False
 
 
+class _Bypass:
+    """Stands in for DDP's forward while nothing is communicated."""
+
+    def __init__(self, module: nn.Module, is_stray: bool = False) -> None:
+        self.module = module
+        self.is_stray = is_stray
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_stray and self.module.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "this copy of an attached model would train alone; wrap copy.module in a fresh DistributedDataParallel"
+            )
+        return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "_Bypass":
+        return _Bypass(copy.deepcopy(self.module, memo), is_stray=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bypass, (self.module, True)
+
+
 class LocalPhase:
     """Switches off everything DDP communicates on its own; :meth:`end` puts it back."""
 
@@ -184,16 +211,24 @@ class LocalPhase:
         ("_static_graph_delay_allreduce_enqueued", True),
     )
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, *, bypass: bool) -> None:
         self._ddp = ddp
         self._before = [(name, getattr(ddp, name)) for name, _ in self._SWITCHES if hasattr(ddp, name)]
         for name, value in self._SWITCHES:
             if hasattr(ddp, name):
                 setattr(ddp, name, value)
+        # With nothing to communicate, all that DDP's forward still does is to move inputs to its device, where it has one;
+        # and its bookkeeping costs as much as all our hooks.
+        stock = type(ddp).forward is DistributedDataParallel.forward and "forward" not in vars(ddp)
+        self._bypasses = bypass and stock and not ddp.device_ids and not ddp.static_graph
+        if self._bypasses:
+            ddp.forward = _Bypass(ddp.module)  # type: ignore[method-assign]
 
     def end(self) -> None:
         for name, value in self._before:
             setattr(self._ddp, name, value)
+        if self._bypasses:
+            del self._ddp.forward
 
 
 def ignored_names(ddp: DistributedDataParallel | None) -> set[str]:

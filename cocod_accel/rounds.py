@@ -65,12 +65,15 @@ class RoundClock:
         self.attempts = 0
         self.rounds = 0
         self.start = 0
+        self._end = (-1, 0)  # (start, end) of the round that was last asked about
 
     def tick(self) -> bool:
         """Count one attempted step; True if it ended a round, and the next round then starts after it."""
         self.attempts += 1
-        # ">=" and not "==": a resumed run may have been given a shorter period in the middle of a round.
-        if self.attempts < self.start + self.period.at(self.start):
+        if self._end[0] != self.start:
+            self._end = self.start, self.start + self.period.at(self.start)
+        # "<" and not "!=": a resumed run may have been given a shorter period in the middle of a round.
+        if self.attempts < self._end[1]:
             return False
         self.rounds += 1
         self.start = self.attempts

@@ -488,9 +488,16 @@ def copied_and_freed(rank: int) -> None:
     twin = copy.deepcopy(model)
     assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
     torch.save(model, io.BytesIO())
+    x = loops.make_batch(rank, 0)[0]
+    with torch.no_grad():
+        assert torch.equal(twin(x), model(x))
+    with pytest.raises(RuntimeError, match="this copy of an attached model would train alone"):
+        twin(x)
     twin_optimizer = loops.OPTIMIZERS["sgd"](twin)
     with attach(twin, twin_optimizer, CoCoDSGD(2)):
-        pass
+        twin(x)
+    assert twin.require_backward_grad_sync is True
+    assert "forward" not in vars(twin)
     watched = weakref.ref(model.module)
     del model, optimizer, twin, twin_optimizer
     gc.collect()

@@ -118,9 +118,9 @@ def _image_task(
     choice = config.task.augment
     parts = []
     for (images, labels), is_train in ((train, True), (test, False)):
-        inputs = torch.as_tensor(np.ascontiguousarray(images))
+        inputs = torch.tensor(images)
         inputs = inputs.unsqueeze(1) if inputs.dim() == 3 else inputs
-        part = Images(inputs, torch.as_tensor(np.asarray(labels)).long(), *statistics)
+        part = Images(inputs, torch.tensor(labels).long(), *statistics)
         parts.append(replace(part, augment=is_train and (augment if choice is None else choice)))
     return _limited(Task(parts[0], parts[1], tuple(parts[0].inputs.shape[1:]), num_classes), config)
 
