@@ -3,8 +3,8 @@
     python -m benchmarks.core          (or: make bench-core)
 
 Two gloo processes on this machine. The step is timed on worker 0 alone, between rounds, while worker 1 sleeps in a
-barrier; in every block attached and bare steps alternate one by one. The round end is timed on both workers at once,
-against three plain copies of the parameters on both workers at once, also alternating.
+barrier; in every block attached and bare steps alternate one by one, and their medians are compared. The round end is
+timed on both workers at once, against three plain copies of the parameters on both at once, also alternating.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ def step_row(
             stepper()
         ratios, bare_seconds = [], []
         for block in range(blocks):
-            seconds = [0.0, 0.0]
+            seconds: tuple[list[float], list[float]] = ([], [])
             for pair in range(num_steps):
                 for which in (0, 1) if (block + pair) % 2 == 0 else (1, 0):
-                    seconds[which] += timed(steppers[which])
-            ratios.append(seconds[1] / seconds[0])
-            bare_seconds.append(seconds[0] / num_steps)
+                    seconds[which].append(timed(steppers[which]))
+            medians = [statistics.median(values) for values in seconds]
+            ratios.append(medians[1] / medians[0])
+            bare_seconds.append(medians[0])
         torch.set_num_threads(1)
         print(
             f"local step, {name:22s} {statistics.median(ratios):6.3f}   {spread(ratios):18s} n={blocks:<3d} "
@@ -160,7 +161,7 @@ def main(rank: int, store: str, quick: bool) -> None:
         print(f"torch {torch.__version__} on {platform.machine()}; threads: 2 for the ResNet18 step, else 1")
         print(f"{'measured':33s} {'median':>6s}   {'quartiles':18s}")
     blocks = 4 if quick else 20
-    step_row(rank, "ResNet18, batch 32", cifar_resnet18, torch.randn(32, 3, 32, 32), 2, 1 if quick else 3, blocks)
+    step_row(rank, "ResNet18, batch 32", cifar_resnet18, torch.randn(32, 3, 32, 32), 2, 1 if quick else 5, blocks)
     step_row(rank, "MLP, batch 64", mlp, torch.randn(64, 784), 1, 20 if quick else 60, blocks)
     round_end_row(rank, 10 if quick else 40)
     memory_row(rank)

@@ -42,7 +42,16 @@ def launch_command(num_workers: int, arguments: list[str], use_gpu: bool | None 
     gpu = torch.cuda.device_count() >= num_workers if use_gpu is None else use_gpu
     config = accelerate_config(num_workers, gpu)
     shown = os.path.relpath(config)
-    options = ["--config_file", shown if not shown.startswith("..") else str(config), "--num_processes", str(num_workers)]
+    if config.is_file():
+        options = [
+            "--config_file",
+            shown if not shown.startswith("..") else str(config),
+            "--num_processes",
+            str(num_workers),
+        ]
+    else:  # installed without the repository: the same as flags. --multi_gpu starts several processes on CPUs too
+        options = ["--multi_gpu", "--num_processes", str(num_workers), "--num_machines", "1", "--main_process_port", "0"]
+        options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     return ["accelerate", "launch", *options, "-m", "cocod_accel.train", *arguments]
 
 
