@@ -1,6 +1,6 @@
 """Draw what the workers of two runs did in a short window, from the spans of their run folders, as SVG.
 
-    python tools/draw_timeline.py RUN [RUN ...] --at 0.5 --seconds 0.6 > docs/images/timeline.svg
+python tools/draw_timeline.py RUN [RUN ...] --at 0.5 --seconds 0.6 > docs/images/timeline.svg
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def main() -> None:
                 offset = 0 if row["name"] == "compute" else BAR + 1
                 left, width = LEFT + start * scale, max((end - start) * scale - 0.6, 0.6)
                 colour = COLOURS[str(row["name"])]
-                shapes.append(
-                    f'<rect x="{left:.1f}" y="{y + offset}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>'
-                )
+                shapes.append(f'<rect x="{left:.1f}" y="{y + offset}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>')
             y += 2 * BAR + 8
         y += 14
     legend = "".join(
