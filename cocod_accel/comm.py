@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 
 def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
@@ -130,12 +129,10 @@ def exchange_reports(report: Any, group: Any) -> list[Any]:
     return reports
 
 
-def reduce_like_ddp(buffer: Tensor, group: Any) -> Future[Tensor]:
-    """The stock DDP reduction, to the bit: the mean over ``group``, formed by multiplying with 1 / N."""
+def launch_like_ddp(buffer: Tensor, group: Any) -> Handle:
+    """Start the stock DDP reduction, to the bit: the mean over ``group``, formed by multiplying with 1 / N."""
     buffer.mul_(1 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    future: Future[Any] = work.get_future()
-    return future.then(lambda _: buffer)
+    return TorchComm(group).launch([buffer])
 
 
 def default_group() -> Any:

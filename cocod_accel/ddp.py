@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
-from cocod_accel.comm import reduce_like_ddp
+from cocod_accel.comm import Handle, launch_like_ddp
 
 ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
 
@@ -81,6 +81,22 @@ def torch_optimizers(optimizer: object) -> list[Optimizer]:
     return found
 
 
+class _StockMean:
+    """What DDP does without a hook; waited for in the main thread, because no Python may run in a communication thread."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = process_group
+        self._handles: list[Handle] = []
+
+    def reduce(self, bucket: Bucket) -> None:
+        self._handles.append(launch_like_ddp(bucket.flat, self._group))
+
+    def complete(self, buckets: list[Bucket]) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+
+
 class HookRouter:
     """A DDP model's communication hook: the stock mean unless an algorithm has been put in.
 
@@ -88,10 +104,10 @@ class HookRouter:
     """
 
     def __init__(self, process_group: Any = None) -> None:
-        self.process_group = process_group
         self.private_group: Any = None
         self.barrier: Any = None
         self._method: Callable[[], Algorithm | None] = _none
+        self._stock = _StockMean(process_group)
         self._open: list[tuple[Bucket, Future[Tensor]]] = []
 
     def take(self, method: Algorithm) -> None:
@@ -110,9 +126,7 @@ class HookRouter:
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         flat = bucket.buffer()
-        method = self._method()
-        if method is None:
-            return reduce_like_ddp(flat, self.process_group)
+        method = self._method() or self._stock
         if bucket.index() == 0:
             self._open = []  # in case the last backward raised half-way
         # On CUDA a future must know its device, so that whoever waits for it orders its stream after ours.
