@@ -1,4 +1,4 @@
-"""Weighted averaging over flat buffers: weights, flattening, snapshot, merge.
+"""Weighted averaging: weights, merge rules, and one worker's average in flight.
 
 The merge rules are pure functions on tensors. :class:`Replica` holds one worker's tensors and the one
 average it may have in flight; algorithms are written in its verbs: launch, merge, adopt, drop.
@@ -18,11 +18,7 @@ import torch
 from torch import Tensor
 
 from cocod_accel.comm import Communicator, Handle, exposed_and_hidden, ring_bytes
-
-# Tensors are processed in pieces of about this size on CPU, so that consecutive passes over a piece (copy and
-# scale; subtract, norm and add) find it in the cache. One large parameter stays one piece.
-_CPU_SEGMENT_BYTES = 1 << 20
-
+from cocod_accel.flat import FlatCopy
 
 # ---------------------------------------------------------------------------------------------- weights
 
@@ -82,112 +78,6 @@ class Weights:
     def scale_gradient_(self, gradient: Tensor) -> Tensor:
         """g_i -> w_i g_i in place; with equal weights this is what stock DDP does, to the bit."""
         return gradient.mul_(self.share)
-
-
-# ------------------------------------------------------------------------------------------ flat buffers
-
-
-def payload_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Averages are formed in float32 at least: 16-bit sums lose the small differences between workers."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as the pairs of reals it consists of; others as they are."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _view_like(piece: Tensor, tensor: Tensor) -> Tensor:
-    """``piece`` (flat, same number of elements) shaped like ``tensor``, in its memory order where that is simple."""
-    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
-            return piece.as_strided(tensor.size(), tensor.stride())
-    return piece.view(tensor.size())
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of a flat buffer, and the tensors it stands for."""
-
-    flat: Tensor
-    views: list[Tensor]
-    sources: list[Tensor]
-    is_extra: bool
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        # Looked up at every use: a parameter's storage may have been replaced (p.data = ...) since it was flattened.
-        if any(source.is_complex() for source in self.sources):
-            return [as_real(source) for source in self.sources]
-        return self.sources
-
-
-class FlatCopy:
-    """One flat copy of a list of tensors: a contiguous buffer per device and payload dtype.
-
-    ``extras`` (a model's floating buffers) travel in the same buffers, in segments of their own.
-    """
-
-    def __init__(self, sources: Sequence[Tensor], extras: Sequence[Tensor] = ()) -> None:
-        self.sources = [*sources, *extras]
-        blocks: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for is_extra, tensors in enumerate((sources, extras)):
-            for tensor in tensors:
-                key = tensor.device, payload_dtype(as_real(tensor).dtype)
-                blocks.setdefault(key, ([], []))[is_extra].append(tensor)
-        self.buffers: list[Tensor] = []
-        self.segments: list[Segment] = []
-        for (device, dtype), parts in blocks.items():
-            sizes = [sum(as_real(tensor).numel() for tensor in part) for part in parts]
-            buffer = torch.empty(sum(sizes), device=device, dtype=dtype)
-            self.buffers.append(buffer)
-            for is_extra, piece in enumerate(torch.split(buffer, sizes)):
-                self.segments.extend(_cut(piece, parts[is_extra], bool(is_extra)))
-
-    def load(self) -> None:
-        """tensors -> buffers"""
-        for segment in self.segments:
-            torch._foreach_copy_(segment.views, segment.tensors)
-
-    def store(self) -> None:
-        """buffers -> tensors"""
-        for segment in self.segments:
-            torch._foreach_copy_(segment.tensors, segment.views)
-
-    @cached_property
-    def views(self) -> dict[Tensor, Tensor]:
-        """The stretch of buffer that stands for each tensor (tensors hash by identity)."""
-        return {
-            source: view for segment in self.segments for source, view in zip(segment.sources, segment.views, strict=True)
-        }
-
-    def clone_buffers(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self.buffers]
-
-    def fill(self, values: Sequence[Tensor]) -> None:
-        """Take values made by :meth:`clone_buffers` for the same tensors."""
-        sizes, expected = [value.numel() for value in values], [buffer.numel() for buffer in self.buffers]
-        if sizes != expected:
-            raise ValueError(f"the saved state has {sizes} elements, this model {expected}; load a state of this model")
-        for buffer, value in zip(self.buffers, values, strict=True):
-            buffer.copy_(value)
-
-
-def _cut(buffer: Tensor, members: list[Tensor], is_extra: bool) -> Iterator[Segment]:
-    limit = _CPU_SEGMENT_BYTES if buffer.device.type == "cpu" else math.inf
-    start = offset = 0
-    views: list[Tensor] = []
-    sources: list[Tensor] = []
-    for member in members:
-        real = as_real(member)
-        views.append(_view_like(buffer[offset : offset + real.numel()], real))
-        sources.append(member)
-        offset += real.numel()
-        if (offset - start) * buffer.element_size() >= limit:
-            yield Segment(buffer[start:offset], views, sources, is_extra)
-            start, views, sources = offset, [], []
-    if sources:
-        yield Segment(buffer[start:offset], views, sources, is_extra)
 
 
 # ----------------------------------------------------------------------------------------- merge rules

@@ -353,4 +353,4 @@ def model_digest(model: nn.Module) -> int:
     for value in model.state_dict().values():
         if value.is_floating_point():
             digest.update(bytes_of(value))
-    return math.trunc(int.from_bytes(digest.digest(), "big"))
+    return int.from_bytes(digest.digest(), "big")

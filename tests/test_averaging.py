@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cocod_accel import averaging
-from cocod_accel.averaging import FlatCopy, Replica, Weights, check_weight, mean_, negated_delta_
+from cocod_accel import flat
+from cocod_accel.averaging import Replica, Weights, check_weight, mean_, negated_delta_
 from cocod_accel.comm import Handle, SoloComm, exposed_and_hidden, ring_bytes
+from cocod_accel.flat import FlatCopy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -39,11 +40,11 @@ TENSORS = st.lists(
 def test_a_flat_copy_restores_every_tensor_bit_for_bit(
     sources: list[Tensor], extras: list[Tensor], segment_bytes: int
 ) -> None:
-    before, averaging._CPU_SEGMENT_BYTES = averaging._CPU_SEGMENT_BYTES, segment_bytes
+    before, flat._CPU_SEGMENT_BYTES = flat._CPU_SEGMENT_BYTES, segment_bytes
     try:
         copy = FlatCopy(sources, extras)
     finally:
-        averaging._CPU_SEGMENT_BYTES = before
+        flat._CPU_SEGMENT_BYTES = before
     copy.load()
     tensors = [*sources, *extras]
     kept = [tensor.clone() for tensor in tensors]

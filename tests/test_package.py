@@ -12,7 +12,7 @@ import cocod_accel
 ROOT = Path(cocod_accel.__file__).parent
 
 #: Left to right: a module may import what stands before it.
-LIBRARY = ["rounds", "comm", "averaging", "algorithms", "attempts", "ddp", "checks", "attach"]
+LIBRARY = ["rounds", "comm", "flat", "averaging", "algorithms", "attempts", "ddp", "checks", "attach"]
 TRAINER = ["sharding", "schedule", "config", "runtime", "tasks", "metrics", "trackers", "trainer", "report", "train", "cli"]
 ORDER = LIBRARY + TRAINER
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
-from cocod_accel.averaging import FlatCopy, Replica, as_real
+from cocod_accel.averaging import Replica
 from cocod_accel.comm import Handle
+from cocod_accel.flat import FlatCopy, as_real
 
 
 class PipeSGD(Algorithm):
