@@ -17,7 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cocod_accel import ALGORITHMS
-from cocod_accel.report import aligned, read_summary
+from cocod_accel.report import read_summary
+from cocod_accel.tables import aligned
 
 
 def main() -> None:

@@ -18,6 +18,9 @@ from cocod_accel.algorithms import (
     PipeSGD,
 )
 from cocod_accel.attach import Stats, Sync, attach
+from cocod_accel.loading import pass_through
+from cocod_accel.pace import Measured, measure_speeds
+from cocod_accel.sharding import ShardSampler, WorkPlan, plan_workers
 
 __version__ = "0.1.0"
 
@@ -28,8 +31,14 @@ __all__ = [
     "AsynLocalSGD",
     "CoCoDSGD",
     "LocalSGD",
+    "Measured",
     "PipeSGD",
+    "ShardSampler",
     "Stats",
     "Sync",
+    "WorkPlan",
     "attach",
+    "measure_speeds",
+    "pass_through",
+    "plan_workers",
 ]

@@ -29,7 +29,15 @@ from cocod_accel.checks import (
     group_of,
     raise_problems,
 )
-from cocod_accel.comm import Communicator, SoloComm, TorchComm, exchange_reports, private_group
+from cocod_accel.comm import (
+    Communicator,
+    EmulatedLink,
+    Link,
+    SoloComm,
+    TorchComm,
+    exchange_reports,
+    private_group,
+)
 from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.rounds import RoundClock
 
@@ -257,6 +265,15 @@ class Sync:
         if ask_now and (self._method.reduces_gradients or self._replica.comm.size == 1):
             self._replica.agree_to_stop()
         return self._replica.stop_agreed
+
+    def emulate_link(self, link: Link) -> None:
+        """From now on collectives take what they would on ``link``; every worker calls this at the same point."""
+        self._replica.comm = EmulatedLink(self._replica.comm, link)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What :meth:`stats` says of it, without looking at the device."""
+        return self._replica.traffic.exposed_seconds
 
     def record_spans(self) -> None:
         """From now on keep when communication happened, for :meth:`take_spans`."""

@@ -129,7 +129,7 @@ def _list(options: argparse.Namespace) -> int:
             print(f"  {name:14s} {text}")
     print("profiles:")
     root = Path(__file__).parents[1] / "configs"
-    for path in sorted(root.glob("*.yaml")) + sorted(root.glob("tasks/*.yaml")):
+    for path in [*sorted(root.glob("*.yaml")), *sorted(root.glob("tasks/*.yaml")), *sorted(root.glob("variants/*.yaml"))]:
         comment = path.read_text().splitlines()[0].lstrip("# ").rstrip(".")
         print(f"  {os.path.relpath(path):40s} {comment}")
     return 0

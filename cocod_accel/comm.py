@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -48,6 +49,11 @@ class Handle:
             work.wait()
         if self._end_seconds is None:
             self._end_seconds = time.perf_counter()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sum has been seen to be complete."""
+        return self._end_seconds is not None
 
     @property
     def end_seconds(self) -> float:
@@ -101,6 +107,84 @@ class TorchComm:
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
         return Handle(works, ring_bytes(tensors, self.size))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between neighbours in a ring; no bandwidth means that only its latency counts."""
+
+    bandwidth_mbit: float | None = None
+    latency_ms: float = 0.0
+
+    def seconds(self, num_bytes: int, num_workers: int) -> float:
+        """A ring all-reduce in which a worker sends ``num_bytes``, in 2 (N - 1) messages one after the other."""
+        sending = 0.0 if self.bandwidth_mbit is None else num_bytes * 8 / (self.bandwidth_mbit * 1e6)
+        return sending + 2 * (num_workers - 1) * self.latency_ms / 1e3
+
+    def __str__(self) -> str:
+        bandwidth = "" if self.bandwidth_mbit is None else f"{self.bandwidth_mbit:g} Mbit/s, "
+        return f"{bandwidth}{self.latency_ms:g} ms"
+
+
+class EmulatedLink:
+    """Stretches the sums of another communicator to what a ring on ``link`` would take, in the background.
+
+    Every sum carries each worker's time of launch, so that all agree on when the last one joined: from then on the
+    emulated transfer runs, after those before it. Workers share a clock, so they must share a machine.
+    """
+
+    def __init__(self, comm: Communicator, link: Link) -> None:
+        self._comm, self._link = comm, link
+        self.rank, self.size = comm.rank, comm.size
+        self._last: _StretchedHandle | None = None
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        num_bytes = ring_bytes(tensors, self.size)
+        joined = torch.zeros(self.size, dtype=torch.float64)
+        joined[self.rank] = time.perf_counter()
+        joined = joined.to(tensors[0].device)
+        inner = self._comm.launch([*tensors, joined])
+        self._last = _StretchedHandle(inner, num_bytes, self._link.seconds(num_bytes, self.size), joined, self._last)
+        return self._last
+
+
+class _StretchedHandle(Handle):
+    """Complete when the real sum is, and not before its emulated transfer."""
+
+    def __init__(
+        self, inner: Handle, num_bytes: int, seconds: float, joined: Tensor, before: _StretchedHandle | None
+    ) -> None:
+        super().__init__((), num_bytes)
+        self._end_seconds = None
+        self._inner, self._seconds, self._joined, self._before = inner, seconds, joined, before
+        self._due: float | None = None
+
+    def poll(self) -> None:
+        if self._end_seconds is None and self._arrived():
+            end = max(self._due_seconds(), self._inner.end_seconds)
+            if time.perf_counter() >= end:
+                self._end_seconds = end
+
+    def wait(self) -> None:
+        self._inner.wait()
+        end = max(self._due_seconds(), self._inner.end_seconds)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        self._end_seconds = end
+
+    def _arrived(self) -> bool:
+        self._inner.poll()
+        return self._inner.is_complete and (self._before is None or self._before._arrived())
+
+    def _due_seconds(self) -> float:
+        """When the emulated transfer ends; the same on every worker."""
+        if self._due is None:
+            self._inner.wait()
+            begin = float(self._joined.max())
+            if self._before is not None:
+                begin = max(begin, self._before._due_seconds())
+                self._before = None  # or every transfer of a run would be kept
+            self._due = begin + self._seconds
+        return self._due
 
 
 def private_group(group: Any) -> Any:

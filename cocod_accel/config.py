@@ -7,6 +7,7 @@ are a :class:`ConfigError` of one line, found before any process waits for anoth
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -17,8 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.comm import Link
 from cocod_accel.rounds import Period
-from cocod_accel.sharding import check_speeds, proportional_batches
+from cocod_accel.sharding import check_speeds, plan_workers
+
+#: What ``cluster.speeds`` says to have them measured.
+MEASURE = "measure"
 
 
 class ConfigError(ValueError):
@@ -84,12 +89,37 @@ class ScheduleConfig:
 class ClusterConfig:
     #: How many workers are meant. The run refuses to start if another number is there.
     num_workers: int = 2
-    #: Relative speeds, one per worker; null: all alike.
-    speeds: list[float] | None = None
+    #: Relative speeds, one per worker; `measure`: found before training; a speeds.json: those of that run; null: all alike.
+    speeds: Any = None
+    #: How long `measure` takes at least, after its warm-up.
+    measure_seconds: float = 5.0
     #: Give faster workers larger batches and shards (section 3.2 of the paper).
     proportional: bool = False
+    #: Keep this sum of batches; null: the slowest worker takes batch_size.
+    global_batch: int | None = None
+    #: Samples are reshuffled every epoch `within` every worker's shard, or `across` all of them.
+    shuffle: str = "within"
+    #: Every so many epochs, move batches to the workers' speeds of the last one; the global batch stays. null: never.
+    replan_epochs: int | None = None
     #: cpu, or auto for whatever accelerate finds.
     device: str = "auto"
+
+
+@dataclass
+class LinkConfig:
+    #: null: the bandwidth that is there.
+    bandwidth_mbit: float | None = None
+    latency_ms: float = 0.0
+
+
+@dataclass
+class EmulateConfig:
+    """Machines and networks that are not there. A run that emulates anything is labelled so wherever it appears."""
+
+    #: How many times longer each worker computes, e.g. [1, 1, 2, 2]; an entry may be (first epoch, factor) pairs.
+    slowdown: Any = None
+    #: Collectives take what a ring all-reduce on this link would, in the background.
+    link: LinkConfig = field(default_factory=LinkConfig)
 
 
 @dataclass
@@ -136,16 +166,42 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property
     def run_name(self) -> str:
-        return self.name or f"{self.algorithm.name}-{self.task.name.replace(':', '.')}-seed{self.seed}"
+        sampling = "-ps" if self.cluster.proportional else ""
+        return self.name or f"{self.algorithm.name}{sampling}-{self.task.name.replace(':', '.')}-seed{self.seed}"
 
     @property
     def speeds(self) -> list[float]:
-        return [1.0] * self.cluster.num_workers if self.cluster.speeds is None else list(self.cluster.speeds)
+        """Every worker's, all alike as long as they have not been measured."""
+        speeds = self.cluster.speeds
+        return [1.0] * self.cluster.num_workers if speeds is None or speeds == MEASURE else list(speeds)
+
+    def slowdown(self, rank: int, epoch: int) -> float:
+        """How many times longer worker ``rank`` is to compute in an epoch, counted from 0."""
+        if self.emulate.slowdown is None:
+            return 1.0
+        entry = self.emulate.slowdown[rank]
+        pairs = entry if isinstance(entry, list) else [[0, entry]]
+        return float([factor for first, factor in pairs if first <= epoch][-1])
+
+    @property
+    def link(self) -> Link | None:
+        """The link to emulate."""
+        link = self.emulate.link
+        return Link(link.bandwidth_mbit, link.latency_ms) if link.bandwidth_mbit is not None or link.latency_ms else None
+
+    @property
+    def emulated(self) -> str | None:
+        """What of this run is emulated, in words; None: nothing."""
+        slowdown = self.emulate.slowdown
+        parts = [] if slowdown is None else [f"slowdown {slowdown}"]
+        parts += [] if self.link is None else [f"link {self.link}"]
+        return "; ".join(parts) or None
 
     @property
     def period_by_epoch(self) -> list[tuple[int, int]]:
@@ -175,6 +231,7 @@ def load_config(arguments: list[str]) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {_first_line(error)}") from error
     assert isinstance(config, Config)
+    config.cluster.speeds = _read_speeds(config.cluster.speeds)
     validate(config)
     return config
 
@@ -221,13 +278,27 @@ def _check_keys(node: type, given: Any, prefix: str, source: str) -> None:
             _check_keys(child, value, f"{prefix}{key}.", source)
 
 
-def _elsewhere(key: str) -> list[str]:
+def _elsewhere(key: str, node: type = Config, prefix: str = "") -> list[str]:
     """Full names of the keys called ``key`` in any section."""
     found: list[str] = []
-    for section in fields(Config):
-        if isinstance(section.default_factory, type) and is_dataclass(section.default_factory):
-            found += [f"{section.name}.{f.name}" for f in fields(section.default_factory) if f.name == key]
+    for entry in fields(node):
+        if entry.name == key:
+            found.append(prefix + key)
+        if isinstance(entry.default_factory, type) and is_dataclass(entry.default_factory):
+            found += _elsewhere(key, entry.default_factory, f"{prefix}{entry.name}.")
     return found
+
+
+def _read_speeds(given: Any) -> Any:
+    """The speeds in the speeds.json of an earlier run, if that is what was given."""
+    if not isinstance(given, str) or given == MEASURE:
+        return given
+    try:
+        return json.loads(Path(given).read_text())["speeds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cluster.speeds={given}: must be a list, {MEASURE}, or the speeds.json of a run ({_first_line(error)})"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -251,6 +322,7 @@ def validate(config: Config) -> None:
         ("loader_workers", config.loader_workers, 0),
         ("schedule.epochs", schedule.epochs, 1),
         ("cluster.num_workers", cluster.num_workers, 1),
+        ("cluster.replan_epochs", cluster.replan_epochs, 1),
         ("evaluation.every_epochs", config.evaluation.every_epochs, 1),
         ("evaluation.batch_size", config.evaluation.batch_size, 1),
         ("logging.every_steps", config.logging.every_steps, 1),
@@ -263,6 +335,7 @@ def validate(config: Config) -> None:
         ("optimizer.momentum", config.optimizer.momentum, "must be in [0, 1)", lambda v: 0 <= v < 1),
         ("optimizer.weight_decay", config.optimizer.weight_decay, "must not be negative", lambda v: v >= 0),
         ("schedule.warmup_epochs", schedule.warmup_epochs, "must not be negative", lambda v: v >= 0),
+        ("cluster.measure_seconds", cluster.measure_seconds, "must not be negative", lambda v: v >= 0),
         ("schedule.decay_factor", schedule.decay_factor, "must be in (0, 1]", lambda v: 0 < v <= 1),
     ]
     for key, number, rule, good in rows:
@@ -277,6 +350,7 @@ def validate(config: Config) -> None:
         ("algorithm.name", config.algorithm.name, list(ALGORITHMS)),
         ("precision", config.precision, ["no", "bf16"]),
         ("cluster.device", cluster.device, ["auto", "cpu"]),
+        ("cluster.shuffle", cluster.shuffle, ["within", "across"]),
         ("logging.wandb_mode", config.logging.wandb_mode, ["online", "offline", "disabled"]),
         *((f"logging.trackers[{i}]", t, ["wandb", "tensorboard"]) for i, t in enumerate(config.logging.trackers)),
     ):
@@ -285,6 +359,7 @@ def validate(config: Config) -> None:
         _require(text in choices, key, text, f"is not known; {hint}")
     _validate_schedule(config)
     _validate_cluster(config)
+    _validate_emulation(config)
     for index, target in enumerate(config.evaluation.targets):
         _require(0 < target <= 1, f"evaluation.targets[{index}]", target, "must be a share in (0, 1], e.g. 0.85")
     _require(
@@ -322,32 +397,84 @@ def _validate_schedule(config: Config) -> None:
 
 def _validate_cluster(config: Config) -> None:
     cluster = config.cluster
-    if cluster.speeds is not None:
-        _require(
-            len(cluster.speeds) == cluster.num_workers,
-            "cluster.speeds",
-            cluster.speeds,
-            f"has {len(cluster.speeds)} entries for cluster.num_workers={cluster.num_workers}; give one per worker",
-        )
+    if cluster.speeds is not None and cluster.speeds != MEASURE:
+        _require_list(cluster.speeds, "cluster.speeds", f"must be a list such as [1, 2], or {MEASURE}")
+        _require_length(cluster.speeds, "cluster.speeds", cluster.num_workers)
+        for index, speed in enumerate(cluster.speeds):
+            _require(_is_number(speed), f"cluster.speeds[{index}]", speed, "is not a number")
+        cluster.speeds = [float(speed) for speed in cluster.speeds]
         try:
             check_speeds(cluster.speeds)
-            batches = proportional_batches(config.batch_size, cluster.speeds)
         except ValueError as error:
             raise ConfigError(f"cluster.{error}") from error
-        _require(min(batches) > 0, "batch_size", config.batch_size, "leaves a worker without samples")
+    workers, by_steps = cluster.num_workers, config.algorithm.name == "asynlocal"
+    if cluster.global_batch is not None:
+        try:
+            plan_workers(
+                config.speeds,
+                num_samples=1 << 62,
+                base_batch=config.batch_size,
+                global_batch=cluster.global_batch,
+                period=1 if by_steps else None,
+            )
+        except ValueError as error:
+            raise ConfigError(f"cluster.{error}") from error
     if cluster.proportional:
         _require(
             cluster.speeds is not None,
             "cluster.proportional",
             True,
-            "needs cluster.speeds, one relative speed per worker",
+            f"needs cluster.speeds: one relative speed for each of {workers} workers, or {MEASURE}",
         )
         _require(
-            config.algorithm.name != "asynlocal",
+            not by_steps,
             "cluster.proportional",
             True,
             "does not go with asynlocal, which takes equal batches; set cluster.proportional=false",
         )
+    _require(
+        cluster.replan_epochs is None or cluster.proportional,
+        "cluster.replan_epochs",
+        cluster.replan_epochs,
+        "moves batches between workers, which needs cluster.proportional=true",
+    )
+
+
+def _validate_emulation(config: Config) -> None:
+    link, slowdown = config.emulate.link, config.emulate.slowdown
+    if link.bandwidth_mbit is not None:
+        good = math.isfinite(link.bandwidth_mbit) and link.bandwidth_mbit > 0
+        _require(good, "emulate.link.bandwidth_mbit", link.bandwidth_mbit, "must be positive; null: no limit")
+    good = math.isfinite(link.latency_ms) and link.latency_ms >= 0
+    _require(good, "emulate.link.latency_ms", link.latency_ms, "must not be negative")
+    if slowdown is None:
+        return
+    _require_list(slowdown, "emulate.slowdown", "must be a list such as [1, 2], one factor per worker")
+    _require_length(slowdown, "emulate.slowdown", config.cluster.num_workers)
+    for index, entry in enumerate(slowdown):
+        key = f"emulate.slowdown[{index}]"
+        pairs = entry if isinstance(entry, list) else [[0, entry]]
+        shaped = bool(pairs) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+        _require(shaped, key, entry, "must be a factor, or (first epoch, factor) pairs such as [[0, 1], [2, 4]]")
+        firsts = [first for first, _ in pairs]
+        in_order = all(type(first) is int for first in firsts) and firsts == sorted(set(firsts)) and firsts[0] == 0
+        _require(in_order, key, entry, "must begin at epoch 0, and its epochs must increase")
+        for _, factor in pairs:
+            good = _is_number(factor) and math.isfinite(factor) and factor >= 1
+            _require(good, key, factor, "must be at least 1; to emulate a faster worker, slow the others down")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_list(value: object, key: str, rule: str) -> None:
+    _require(isinstance(value, list), key, value, rule)
+
+
+def _require_length(values: list[Any], key: str, num_workers: int) -> None:
+    rule = f"has {len(values)} entries for cluster.num_workers={num_workers}; give one per worker"
+    _require(len(values) == num_workers, key, values, rule)
 
 
 def _require(good: bool, key: str, value: object, rule: str) -> None:

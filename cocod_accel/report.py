@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cocod_accel.tables import aligned
+
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """``summary.json`` of a run folder."""
@@ -38,7 +40,7 @@ def comparison(summaries: Sequence[dict[str, Any]], target: float | None = None)
     for s in summaries:
         row = [
             str(s["name"]),
-            str(s["algorithm"]),
+            f"{s['algorithm']}{' + PS' if s.get('proportional') else ''}",
             str(s["num_workers"]),
             f"{s['best_accuracy']:.2%}",
             f"{s['final_accuracy']:.2%}",
@@ -51,14 +53,5 @@ def comparison(summaries: Sequence[dict[str, Any]], target: float | None = None)
         if target is not None:
             row.insert(6, _seconds(s["time_to_accuracy"].get(f"{target:g}")))
         rows.append(row)
-    return aligned([header, *rows])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, the first two to the left, figures to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+    labels = [f"{s['name']}: emulated {s['emulated']}" for s in summaries if s.get("emulated")]
+    return "\n".join([aligned([header, *rows]), *labels])

@@ -96,6 +96,28 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@contextmanager
+def kept_randomness() -> Iterator[None]:
+    """Whatever is drawn inside has not been drawn afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def has_core_each() -> bool:
+    """Whether every worker on this machine can have a CPU core of its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
+
+
+def is_one_machine() -> bool:
+    """Whether all workers were started on this machine."""
+    return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+
+
 def from_main(value: str) -> str:
     """What the main process passes, on every process."""
     values = [value]

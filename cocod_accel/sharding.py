@@ -8,12 +8,14 @@ batch, and AsynLocal-SGD takes k_i = max(1, round(k * C_i / min C)) steps a roun
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.data import Sampler
 
 
 def check_speeds(speeds: Sequence[float]) -> None:
@@ -27,6 +29,36 @@ def proportional_batches(base: int, speeds: Sequence[float]) -> list[int]:
     check_speeds(speeds)
     slowest = min(speeds)
     return [round(base * speed / slowest) for speed in speeds]
+
+
+def split_batch(total: int, speeds: Sequence[float]) -> list[int]:
+    """Integers M_i >= 1 that add up to ``total`` and finish earliest: the largest M_i / C_i is as small as can be.
+
+    Everybody begins with the share that is surely his, floor(total * C_i / sum C), and at least 1; then single samples
+    go to whoever would be done with one more soonest, or are taken from whoever would be done last.
+    """
+    check_speeds(speeds)
+    if total < len(speeds):
+        raise ValueError(
+            f"global_batch={total} is less than one sample for each of {len(speeds)} workers; use {len(speeds)}"
+        )
+    all_speeds = math.fsum(speeds)
+    batches = [max(1, math.floor(total * (speed / all_speeds))) for speed in speeds]
+    missing = total - sum(batches)
+    step = 1 if missing > 0 else -1
+    # The next to change: the earliest end with one more, or the latest end as it is; ties go to the lower rank.
+    heap = [(_end(m, c, step), rank) for rank, (m, c) in enumerate(zip(batches, speeds, strict=True)) if m + step >= 1]
+    heapq.heapify(heap)
+    for _ in range(abs(missing)):
+        _, rank = heapq.heappop(heap)
+        batches[rank] += step
+        if batches[rank] + step >= 1:
+            heapq.heappush(heap, (_end(batches[rank], speeds[rank], step), rank))
+    return batches
+
+
+def _end(batch: int, speed: float, step: int) -> float:
+    return (batch + 1) / speed if step > 0 else -batch / speed
 
 
 def local_periods(period: int, speeds: Sequence[float]) -> list[int]:
@@ -45,34 +77,69 @@ class WorkPlan:
     shards: tuple[int, ...]
     #: Optimizer steps each worker takes in an epoch.
     steps: tuple[int, ...]
+    #: What each worker passes to ``attach``; its share of a mean is that over the sum.
+    weights: tuple[int, ...]
     #: From the base learning rate to the one of all workers together (Remark 4).
     learning_rate_factor: float
 
+    @property
+    def num_samples(self) -> int:
+        return sum(self.shards)
+
+    def sampler(self, rank: int, *, seed: int = 0, across: bool = False) -> ShardSampler:
+        """The batches of worker ``rank``, for ``DataLoader(data, batch_sampler=...)``."""
+        return ShardSampler(self, rank, seed=seed, across=across)
+
 
 def plan_workers(
-    num_samples: int,
-    base_batch: int,
     speeds: Sequence[float],
+    num_samples: int,
     *,
-    proportional: bool = False,
+    base_batch: int,
+    global_batch: int | None = None,
+    proportional: bool = True,
     period: int | None = None,
 ) -> WorkPlan:
-    """The plan of an epoch. ``period``: the workers take steps in proportion to their speeds, this many at least a round."""
+    """Batches, shards, steps, weights and learning-rate factor of workers with these relative speeds.
+
+    Args:
+        speeds: C_i, one per worker; only their ratios count.
+        num_samples: size of the training set.
+        base_batch: the batch that the base learning rate belongs to; the slowest worker's, unless a global batch is given.
+        global_batch: keep this sum of batches, whatever the speeds.
+        proportional: False gives everybody the same batch.
+        period: for AsynLocal-SGD, which takes equal batches and a number of steps a round in proportion to speed: the
+            slowest worker's.
+    """
     num_workers = len(speeds)
-    batches = proportional_batches(base_batch, speeds) if proportional else [base_batch] * num_workers
+    if num_workers == 0:
+        raise ValueError("speeds=[] names no worker; give one relative speed per worker")
+    check_speeds(speeds)
+    if base_batch < 1:
+        raise ValueError(f"base_batch={base_batch} leaves a worker without samples; use at least 1")
+    by_steps = period is not None
+    alike = [1.0] * num_workers
+    counted = speeds if proportional and not by_steps else alike
+    if global_batch is not None:
+        batches = split_batch(global_batch, counted)
+        if by_steps and len(set(batches)) > 1:
+            raise ValueError(f"global_batch={global_batch} does not divide into {num_workers} equal batches; use a multiple")
+    else:
+        batches = proportional_batches(base_batch, counted)
     steps_a_round = local_periods(period, speeds) if period is not None else [1] * num_workers
     samples_a_round = [batch * k for batch, k in zip(batches, steps_a_round, strict=True)]
     num_rounds = num_samples // sum(samples_a_round)
     if num_rounds == 0:
         raise ValueError(
             f"{num_samples} training samples are fewer than the {sum(samples_a_round)} that {num_workers} worker(s) "
-            "take in a round; use a smaller batch_size or fewer workers"
+            "take in a round; use a smaller batch or fewer workers"
         )
     used = [num_rounds * samples for samples in samples_a_round]
     return WorkPlan(
         batches=tuple(batches),
         shards=tuple(_share_remainder(used, num_samples)),
         steps=tuple(num_rounds * k for k in steps_a_round),
+        weights=(1,) * num_workers if by_steps else tuple(batches),
         learning_rate_factor=sum(batches) / base_batch,
     )
 
@@ -92,27 +159,59 @@ def _share_remainder(used: list[int], num_samples: int) -> list[int]:
     return [size + share for size, share in zip(used, shares, strict=True)]
 
 
-class ShardSampler:
-    """Which samples a worker sees in an epoch, in which order: its own shard, reshuffled every epoch.
+class ShardSampler(Sampler[list[int]]):
+    """Which samples a worker sees in an epoch, in which batches. Disjoint between workers, for any two of the same epoch.
 
-    Shards are fixed by the seed. A shard may be larger than what an epoch uses; then the part that is left out moves on
-    from epoch to epoch, so that no sample is left out for ever.
+    Within shards: every worker keeps its samples and reshuffles them. Across: all samples are dealt anew every epoch.
+    Either way what an epoch has no room for moves on from epoch to epoch, so that nothing is left out for ever.
+
+    As the ``batch_sampler`` of a ``DataLoader`` each pass is the next epoch; ``set_epoch`` chooses one.
     """
 
-    def __init__(self, num_samples: int, shards: Sequence[int], rank: int, seed: int) -> None:
-        order = torch.randperm(num_samples, generator=seeded_generator(seed, "shards"))
-        start = sum(shards[:rank])
-        self.shard: Tensor = order[start : start + shards[rank]]
-        self._seed = seed
-        self._rank = rank
+    def __init__(self, plan: WorkPlan, rank: int, *, seed: int = 0, across: bool = False) -> None:
+        if not 0 <= rank < len(plan.batches):
+            raise ValueError(f"rank={rank} is not one of the {len(plan.batches)} workers of the plan")
+        self.plan, self.rank = plan, rank
+        self._seed, self._across = seed, across
+        self._next = 0
+        self._order = torch.randperm(plan.num_samples, generator=seeded_generator(seed, "shards"))
 
-    def epoch(self, number: int, num_used: int) -> Tensor:
-        """The indices of the samples of epoch ``number``, in the order they are used."""
-        size = len(self.shard)
-        if num_used > size:
-            raise ValueError(f"an epoch of {num_used} samples does not fit into a shard of {size}")
-        turned = self.shard.roll(-number * (size - num_used) % size)[:num_used]
-        return turned[torch.randperm(num_used, generator=seeded_generator(self._seed, "epoch", self._rank, number))]
+    def epoch(self, number: int, steps: Sequence[int] | None = None) -> Tensor:
+        """The indices of this worker's samples in epoch ``number``, in the order they are used.
+
+        ``steps``: how many every worker takes, if not those of the plan.
+        """
+        plan, rank = self.plan, self.rank
+        used = [s * m for s, m in zip(plan.steps if steps is None else steps, plan.batches, strict=True)]
+        for worker, (count, shard) in enumerate(zip(used, plan.shards, strict=True)):
+            if count > shard:
+                raise ValueError(f"an epoch of {count} samples does not fit into the shard of {shard} of worker {worker}")
+        if self._across:
+            return self._turned(self._order, number, sum(used), "deal")[sum(used[:rank]) : sum(used[: rank + 1])]
+        return self._turned(self.shard, number, used[rank], f"epoch/{rank}")
+
+    @property
+    def shard(self) -> Tensor:
+        """The samples this worker owns, if epochs stay within shards."""
+        start = sum(self.plan.shards[: self.rank])
+        return self._order[start : start + self.plan.shards[self.rank]]
+
+    def _turned(self, samples: Tensor, number: int, num_used: int, key: str) -> Tensor:
+        """``num_used`` of the samples, shuffled; those left out are the next ones every epoch."""
+        size = len(samples)
+        turned = samples.roll(-number * (size - num_used) % size)[:num_used]
+        return turned[torch.randperm(num_used, generator=seeded_generator(self._seed, key, number))]
+
+    def set_epoch(self, number: int) -> None:
+        """The next pass is this epoch, counted from 0."""
+        self._next = number
+
+    def __iter__(self) -> Iterator[list[int]]:
+        number, self._next = self._next, self._next + 1
+        return iter(chosen.tolist() for chosen in self.epoch(number).split(self.plan.batches[self.rank]))
+
+    def __len__(self) -> int:
+        return self.plan.steps[self.rank]
 
 
 def seeded_generator(*key: int | str) -> torch.Generator:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from cocod_accel import runtime
-from cocod_accel.config import ConfigError, load_config
+from cocod_accel.calibration import calibrate
+from cocod_accel.config import MEASURE, ConfigError, load_config
 from cocod_accel.metrics import RunFolder
 from cocod_accel.tasks import build_model, build_task
 from cocod_accel.trainer import NonFiniteLossError, Trainer, Work
@@ -24,8 +25,18 @@ def run(arguments: list[str]) -> int:
     for rank in range(config.cluster.num_workers):
         Work.of(config, task.num_train, rank)
     model = build_model(config, task)
+    if config.link is not None and not runtime.is_one_machine():
+        raise ConfigError(f"emulate.link={config.link}: workers on several machines share no clock; use one machine")
     with runtime.start(config, arguments) as accelerator:
+        calibration = calibrate(config, task, accelerator) if config.cluster.speeds == MEASURE else None
+        if calibration is not None:
+            config.cluster.speeds = calibration.speeds
+            plan = Work.of(config, task.num_train, rank=0).plan
+            if accelerator.is_main_process:
+                print(calibration.table(plan), flush=True)
         path = RunFolder.create(config) if accelerator.is_main_process else None
+        if path is not None and calibration is not None:
+            calibration.save(path)
         path = Path(runtime.from_main(str(path)))
         trainer = Trainer(config, task, model, accelerator, path)
         # A polite end (pre-emption, kill): all workers agree on it, evaluate, and write their summary.
@@ -34,7 +45,8 @@ def run(arguments: list[str]) -> int:
         if accelerator.is_main_process:
             print(
                 f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
-                f"{summary['train_seconds']:.1f} s of training{' (stopped early)' if trainer.is_stopped else ''}; {path}"
+                f"{summary['train_seconds']:.1f} s of training{' (stopped early)' if trainer.is_stopped else ''}"
+                f"{f' (emulated: {config.emulated})' if config.emulated else ''}; {path}"
             )
     return EXIT_STOPPED if trainer.is_stopped else 0
 

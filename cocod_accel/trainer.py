@@ -13,6 +13,7 @@
         with sync.averaged():                             # every few epochs: evaluate the mean model, sharded and exact
             evaluate                                      # the one gather: accuracy, loss, slowest worker's seconds
         metrics row; trackers; spans
+        move batches to the speeds of this epoch          # if asked for: gather step times, sync.reweight, new shards
     sync.finish()                                         # every worker holds the same mean model
     summary
 
@@ -25,8 +26,8 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,16 @@ from cocod_accel.attach import attach
 from cocod_accel.comm import bytes_of
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.metrics import RunFolder, TimeToAccuracy, TrainingClock
+from cocod_accel.pace import Pace, relative_speeds
+from cocod_accel.runtime import has_core_each
 from cocod_accel.schedule import learning_rate, period_in_epoch, period_in_steps
 from cocod_accel.sharding import ShardSampler, WorkPlan, local_periods, plan_workers, seeded_generator, steps_in_shards
 from cocod_accel.tasks import Task
 from cocod_accel.tasks.data import batches
 from cocod_accel.trackers import Trackers
+
+#: Batches are moved only if that makes a step at least this much shorter; moving costs a blocking average.
+_WORTH_MOVING = 0.05
 
 
 class NonFiniteLossError(RuntimeError):
@@ -53,11 +59,12 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True)
 class Work:
-    """What one worker does: its algorithm, its batches, and its steps in every epoch."""
+    """What one worker does: its algorithm, its batches, and the steps of every epoch."""
 
     algorithm: Algorithm
     plan: WorkPlan
-    steps: tuple[int, ...]
+    #: Of every epoch, each worker's.
+    all_steps: tuple[tuple[int, ...], ...]
     rank: int
 
     @classmethod
@@ -69,9 +76,10 @@ class Work:
         own_period = not kind.same_period
         try:
             plan = plan_workers(
-                num_samples,
-                config.batch_size,
                 config.speeds,
+                num_samples,
+                base_batch=config.batch_size,
+                global_batch=config.cluster.global_batch,
                 proportional=config.cluster.proportional,
                 period=periods[-1] if own_period else None,
             )
@@ -79,13 +87,19 @@ class Work:
             raise ConfigError(f"batch_size={config.batch_size}: {error}") from error
         if own_period:
             rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
-            steps = tuple(steps_in_shards(plan, rounds[k])[rank] for k in periods)
+            all_steps = tuple(steps_in_shards(plan, rounds[k]) for k in periods)
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         else:
-            steps = (plan.steps[rank],) * len(periods)
+            all_steps = (plan.steps,) * len(periods)
         takes_period = kind.__init__ is Algorithm.__init__
+        steps = [everybodys[rank] for everybodys in all_steps]
         algorithm = kind(period=period_in_steps(by_epoch, steps)) if takes_period else kind()
-        return cls(algorithm, plan, steps, rank)
+        return cls(algorithm, plan, all_steps, rank)
+
+    @property
+    def steps(self) -> list[int]:
+        """This worker's, of every epoch."""
+        return [everybodys[self.rank] for everybodys in self.all_steps]
 
     @property
     def batch(self) -> int:
@@ -99,6 +113,15 @@ class Trainer:
         self.config, self.task, self.accelerator = config, task, accelerator
         self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
         self.work = Work.of(config, task.num_train, self.rank)
+        if (
+            config.cluster.replan_epochs is not None
+            and self.work.algorithm.reduces_gradients
+            and accelerator.device.type != "cpu"
+        ):
+            raise ConfigError(
+                f"cluster.replan_epochs={config.cluster.replan_epochs}: with {config.algorithm.name} on "
+                f"{accelerator.device.type} the waiting for other workers cannot be told from computing; use cocod or local"
+            )
         self.folder = RunFolder(folder)
         self.trackers = Trackers(accelerator, config, folder)
         options = config.optimizer
@@ -112,9 +135,14 @@ class Trainer:
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
         self.model.broadcast_buffers = False
-        self.sampler = ShardSampler(task.num_train, self.work.plan.shards, self.rank, config.seed)
-        weight = 1 if self.work.algorithm.needs_equal_weights else self.work.batch
-        self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight)
+        self.sampler = self._sampler()
+        self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=self.work.plan.weights[self.rank])
+        if config.link is not None:
+            self.sync.emulate_link(config.link)
+        self.pace = Pace(
+            is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None,
+            is_busy=accelerator.device.type == "cpu" and has_core_each(),
+        )
         self.sync.guard = self._check_losses
         self.sync.listen_for_stop()
         if config.logging.spans:
@@ -122,6 +150,7 @@ class Trainer:
         self.clock = TrainingClock()
         self.times = TimeToAccuracy(list(config.evaluation.targets))
         self.step = 0
+        self.samples = 0
         self.epoch_steps = 0
         self.is_stopped = False
         self.best_accuracy = 0.0
@@ -134,6 +163,7 @@ class Trainer:
         """Train, and return the summary."""
         bar = self._progress_bar()
         accuracy = 0.0
+        self._write_plan(0, self.config.speeds)
         for epoch in range(self.config.schedule.epochs):
             loss = self._train_epoch(epoch, bar)
             last = epoch + 1 == self.config.schedule.epochs or self.is_stopped
@@ -142,6 +172,9 @@ class Trainer:
             self._write_spans()
             if self.is_stopped:
                 break
+            every = self.config.cluster.replan_epochs
+            if every is not None and (epoch + 1) % every == 0 and not last:
+                self._replan(epoch + 1, bar)
         self.clock.start()
         self.sync.finish()
         self.clock.stop()
@@ -160,9 +193,14 @@ class Trainer:
         self.model.train()
         steps = self.work.steps[epoch]
         losses = torch.zeros((), device=self.accelerator.device)
+        self.pace.slowdown = self.config.slowdown(self.rank, epoch)
+        self.pace.seconds.clear()
+        supply = self._batches(epoch)
         self.clock.start()
-        for index, (inputs, labels) in enumerate(self._batches(epoch, steps)):
+        for index in range(steps):
             begin = time.perf_counter()
+            self.pace.begin(self.sync.exposed_seconds)
+            inputs, labels = next(supply)
             self._set_learning_rate(epoch + index / steps)
             self.optimizer.zero_grad()
             with self.accelerator.autocast():
@@ -170,6 +208,10 @@ class Trainer:
             self.accelerator.backward(loss)
             self._unchecked.append(loss.detach())
             self.step += 1
+            self.samples += len(labels)
+            stretched = self.pace.end(self.sync.exposed_seconds)
+            if stretched is not None:
+                self._span("stretch", *stretched)
             self.optimizer.step()
             losses += loss.detach()
             self._span("compute", begin, time.perf_counter())
@@ -185,8 +227,12 @@ class Trainer:
         self.epoch_steps = index + 1
         return losses.item() / self.epoch_steps
 
-    def _batches(self, epoch: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        indices = self.sampler.epoch(epoch, steps * self.work.batch)
+    def _sampler(self) -> ShardSampler:
+        across = self.config.cluster.shuffle == "across"
+        return self.work.plan.sampler(self.rank, seed=self.config.seed, across=across)
+
+    def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        indices = self.sampler.epoch(epoch, self.work.all_steps[epoch])
         generator = seeded_generator(self.config.seed, "augment", self.rank, epoch)
         return batches(
             self.task.train,
@@ -216,6 +262,35 @@ class Trainer:
                 raise NonFiniteLossError(
                     f"worker {self.rank}: the loss is not finite at step {step}; lower the learning rate"
                 )
+
+    # ---- batches that follow the workers' speeds
+
+    def _replan(self, epoch: int, bar: Any) -> None:
+        """Move batches to the speeds of the epoch that has ended. The global batch stays, and with it rate and steps."""
+        batches = self.work.plan.batches
+        seconds = [row[0] for row in self._gather([self.pace.median_seconds()])]
+        speeds = relative_speeds(batches, seconds)
+        plan = plan_workers(
+            speeds, self.task.num_train, base_batch=self.config.batch_size, global_batch=sum(batches), proportional=True
+        )
+        assert plan.steps == self.work.plan.steps, "the same sum of batches has the same steps"
+        expected = [s * new / old for s, new, old in zip(seconds, plan.batches, batches, strict=True)]
+        if max(expected) > (1 - _WORTH_MOVING) * max(seconds):
+            return
+        self.clock.start()
+        self.sync.reweight(plan.weights[self.rank])
+        self.clock.stop()
+        self.work = replace(self.work, plan=plan)
+        self.sampler = self._sampler()
+        self._write_plan(epoch, speeds)
+        if self.is_main:
+            moved = f"{', '.join(map(str, batches))} -> {', '.join(map(str, plan.batches))}"
+            bar.clear()
+            print(
+                f"epoch {epoch + 1}: batches {moved}; a step's computation {1e3 * max(seconds):.1f} -> "
+                f"{1e3 * max(expected):.1f} ms expected",
+                flush=True,
+            )
 
     # ---- evaluation
 
@@ -274,7 +349,7 @@ class Trainer:
             "loss": loss.item(),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "train_seconds": seconds,
-            "samples_per_second": self.step * sum(self.work.plan.batches) / seconds,
+            "samples_per_second": self.samples * self._all_samples_per_own(epoch) / seconds,
             "rounds": stats.rounds,
             "comm_bytes": stats.bytes,
             "comm_exposed_seconds": stats.exposed_seconds,
@@ -283,10 +358,26 @@ class Trainer:
         }
         self._write_row("train", row, bar)
 
+    def _all_samples_per_own(self, epoch: int) -> float:
+        """Samples of all workers for each of this one's, in an epoch."""
+        used = [b * s for b, s in zip(self.work.plan.batches, self.work.all_steps[epoch], strict=True)]
+        return float(sum(used) / used[self.rank])
+
+    def _write_plan(self, epoch: int, speeds: Sequence[float]) -> None:
+        """Who takes which batch from ``epoch`` on, counted from 0."""
+        plan = self.work.plan
+        row = {"epoch": epoch, "speeds": list(speeds), "batches": list(plan.batches), "weights": list(plan.weights)}
+        if self.is_main:
+            self.folder.row({"kind": "plan", "step": self.step, **row, **self._label})
+
+    @property
+    def _label(self) -> dict[str, Any]:
+        return {} if self.config.emulated is None else {"emulated": True}
+
     def _write_row(self, kind: str, row: dict[str, Any], bar: Any) -> None:
         if not self.is_main:
             return
-        self.folder.row({"kind": kind, "step": self.step, **row})
+        self.folder.row({"kind": kind, "step": self.step, **row, **self._label})
         values = {f"{'comm/' if k.startswith(('comm_', 'drift', 'rounds')) else kind + '/'}{k}": v for k, v in row.items()}
         self.trackers.log({**values, "train_seconds": row["train_seconds"]}, step=self.step)
         if kind == "train":
@@ -299,9 +390,8 @@ class Trainer:
     def _span(self, name: str, start: float, end: float) -> None:
         if self.config.logging.spans:
             origin = self.clock.origin
-            self._spans.append(
-                {"rank": self.rank, "step": self.step, "name": name, "start": start - origin, "end": end - origin}
-            )
+            row = {"rank": self.rank, "step": self.step, "name": name, "start": start - origin, "end": end - origin}
+            self._spans.append({**row, **self._label})
 
     def _write_spans(self) -> None:
         for name, start, end in self.sync.take_spans():
@@ -317,12 +407,12 @@ class Trainer:
         stats, config = self.sync.stats(), self.config
         digest = model_digest(self.accelerator.unwrap_model(self.model))
         rows = self._gather(
-            [self.clock.seconds, stats.bytes, stats.exposed_seconds, stats.hidden_seconds, self.step, float(digest)]
+            [self.clock.seconds, stats.bytes, stats.exposed_seconds, stats.hidden_seconds, self.samples, float(digest)]
         )
         if len({row[5] for row in rows}) != 1:
             raise RuntimeError("the workers' models differ after the last average; please report this with the run folder")
         seconds, num_bytes, exposed, hidden = (max(row[i] for row in rows) for i in range(4))
-        samples = sum(row[4] * batch for row, batch in zip(rows, self.work.plan.batches, strict=True))
+        samples = math.fsum(row[4] for row in rows)
         return {
             "name": self.folder.path.name,
             "algorithm": config.algorithm.name,
@@ -330,7 +420,10 @@ class Trainer:
             "model": config.model.name,
             "seed": config.seed,
             "num_workers": len(rows),
+            "proportional": config.cluster.proportional,
             "batches": list(self.work.plan.batches),
+            "clock": "real" if config.emulated is None else "emulated",
+            "emulated": config.emulated,
             "steps": self.step,
             "epochs": config.schedule.epochs,
             "stopped_early": self.is_stopped,

@@ -12,8 +12,24 @@ import cocod_accel
 ROOT = Path(cocod_accel.__file__).parent
 
 #: Left to right: a module may import what stands before it.
-LIBRARY = ["rounds", "comm", "flat", "averaging", "algorithms", "attempts", "ddp", "checks", "attach"]
-TRAINER = ["sharding", "schedule", "config", "runtime", "tasks", "metrics", "trackers", "trainer", "report", "train", "cli"]
+LIBRARY = [
+    "rounds",
+    "comm",
+    "flat",
+    "averaging",
+    "algorithms",
+    "attempts",
+    "ddp",
+    "checks",
+    "attach",
+    "sharding",
+    "pace",
+    "loading",
+]
+TRAINER = [
+    "schedule", "tables", "config", "runtime", "tasks", "calibration", "metrics", "trackers", "trainer", "report", "train",
+    "cli",
+]  # fmt: skip
 ORDER = LIBRARY + TRAINER
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocod_accel.schedule import learning_rate, period_in_steps
-from cocod_accel.sharding import ShardSampler, local_periods, plan_workers, proportional_batches, steps_in_shards
+from cocod_accel.sharding import local_periods, plan_workers, proportional_batches, split_batch, steps_in_shards
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=1000)
 
@@ -22,7 +23,7 @@ def test_every_sample_has_one_owner_and_steps_are_equal(
 ) -> None:
     batches = proportional_batches(base, speeds) if proportional else [base] * len(speeds)
     num_samples = sum(batches) + extra
-    plan = plan_workers(num_samples, base, speeds, proportional=proportional)
+    plan = plan_workers(speeds, num_samples, base_batch=base, proportional=proportional)
     assert list(plan.batches) == batches
     assert min(plan.batches) >= base
     assert sum(plan.shards) == num_samples
@@ -38,7 +39,10 @@ def test_workers_with_their_own_periods_end_an_epoch_after_the_same_round(
     speeds: list[float], period: int, other: int
 ) -> None:
     steps_a_round = local_periods(period, speeds)
-    plan = plan_workers(8 * sum(steps_a_round) * 100, 8, speeds, period=period)
+    plan = plan_workers(speeds, 8 * sum(steps_a_round) * 100, base_batch=8, period=period)
+    assert plan.batches == (8,) * len(speeds)
+    assert plan.weights == (1,) * len(speeds)
+    assert plan.learning_rate_factor == len(speeds)
     assert len({s / k for s, k in zip(plan.steps, steps_a_round, strict=True)}) == 1
     changed = local_periods(other, speeds)
     steps = steps_in_shards(plan, changed)
@@ -47,51 +51,117 @@ def test_workers_with_their_own_periods_end_an_epoch_after_the_same_round(
 
 
 def test_the_papers_heterogeneous_cluster() -> None:
-    plan = plan_workers(50_000, 32, [1] * 8 + [2] * 8, proportional=True)
-    assert plan.batches == (32,) * 8 + (64,) * 8
+    plan = plan_workers([1] * 8 + [2] * 8, 50_000, base_batch=32)
+    assert plan.batches == plan.weights == (32,) * 8 + (64,) * 8
     assert plan.steps == (65,) * 16
     assert plan.learning_rate_factor == 24
-    assert plan_workers(50_000, 32, [1] * 8 + [2] * 8).learning_rate_factor == 16
+    assert plan_workers([1] * 8 + [2] * 8, 50_000, base_batch=32, proportional=False).learning_rate_factor == 16
     assert local_periods(5, [1, 2]) == [5, 10]
 
 
-@given(st.integers(2, 60), st.integers(1, 4), st.integers(0, 3))
-def test_samplers_share_an_epoch_and_leave_nobody_out_for_ever(num_samples: int, num_workers: int, seed: int) -> None:
-    if num_samples < num_workers:
-        return
-    plan = plan_workers(num_samples, 1, [1.0] * num_workers)
-    samplers = [ShardSampler(num_samples, plan.shards, rank, seed) for rank in range(num_workers)]
-    assert sorted(index for sampler in samplers for index in sampler.shard.tolist()) == list(range(num_samples))
-    for sampler, shard, steps in zip(samplers, plan.shards, plan.steps, strict=True):
-        left_out = shard - steps
-        epochs = 1 if left_out == 0 else math.ceil(shard / left_out) + 1
-        seen: set[int] = set()
-        for epoch in range(epochs):
-            used = sampler.epoch(epoch, steps).tolist()
-            assert len(set(used)) == steps
-            assert set(used) <= set(sampler.shard.tolist())
-            seen |= set(used)
-        assert len(seen) == shard
+@settings(max_examples=60)
+@given(SPEEDS, st.integers(1, 64), st.integers(0, 5000))
+def test_a_global_batch_is_kept_to_the_sample_and_nobody_gets_nothing(speeds: list[float], base: int, extra: int) -> None:
+    total = len(speeds) + extra
+    plan = plan_workers(speeds, total + 7, base_batch=base, global_batch=total)
+    assert sum(plan.batches) == total
+    assert min(plan.batches) >= 1
+    assert plan.learning_rate_factor == total / base
+    # Nobody could hand a sample to somebody else and both be done sooner: the slowest end is as early as can be.
+    ends = [batch / speed for batch, speed in zip(plan.batches, speeds, strict=True)]
+    movable = [end for end, batch in zip(ends, plan.batches, strict=True) if batch > 1]
+    if movable and max(movable) == max(ends):
+        earliest = min((batch + 1) / speed for batch, speed in zip(plan.batches, speeds, strict=True))
+        assert earliest >= max(ends) * (1 - 1e-9)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=4), st.integers(0, 10))
+def test_no_other_split_of_a_global_batch_is_done_sooner(speeds: list[float], extra: int) -> None:
+    total = len(speeds) + extra
+
+    def splits(rest: int, workers: int) -> Iterator[list[int]]:
+        if workers == 1:
+            yield [rest]
+            return
+        for first in range(1, rest - workers + 2):
+            yield from ([first, *others] for others in splits(rest - first, workers - 1))
+
+    def end(batches: Sequence[int]) -> float:
+        return max(batch / speed for batch, speed in zip(batches, speeds, strict=True))
+
+    assert end(split_batch(total, speeds)) <= min(end(batches) for batches in splits(total, len(speeds))) * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0.2, 5), min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 40), st.booleans())
+def test_an_epoch_uses_every_sample_once_but_for_a_remainder_that_moves_on(
+    speeds: list[float], base: int, extra: int, across: bool
+) -> None:
+    num_samples = sum(proportional_batches(base, speeds)) + extra
+    plan = plan_workers(speeds, num_samples, base_batch=base)
+    samplers = [plan.sampler(rank, seed=3, across=across) for rank in range(len(speeds))]
+    seen: set[int] = set()
+    for epoch in range(num_samples + 1):
+        used = [index for sampler in samplers for index in sampler.epoch(epoch).tolist()]
+        assert len(used) == len(set(used))
+        assert 0 <= num_samples - len(used) < sum(plan.batches)
+        seen |= set(used)
+    assert seen == set(range(num_samples))
+
+
+def test_within_shards_samples_stay_and_across_them_they_move() -> None:
+    plan = plan_workers([1, 3], 100, base_batch=5)
+    within, across = plan.sampler(0), plan.sampler(0, across=True)
+    assert set(within.epoch(0).tolist()) == set(within.epoch(1).tolist()) == set(within.shard.tolist())
+    assert set(across.epoch(0).tolist()) != set(across.epoch(1).tolist())
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+def test_a_sampler_gives_batches_and_counts_epochs() -> None:
+    plan = plan_workers([1, 2], 50, base_batch=4)
+    sampler = plan.sampler(1, seed=5)
+    first, second = list(sampler), list(sampler)
+    assert [len(batch) for batch in first] == [8] * len(sampler) == [8] * 4
+    assert flat(first) == plan.sampler(1, seed=5).epoch(0).tolist()
+    assert flat(second) == plan.sampler(1, seed=5).epoch(1).tolist() != flat(first)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    with pytest.raises(ValueError, match="rank=2 is not one of the 2 workers"):
+        plan.sampler(2)
 
 
 def test_epochs_and_seeds_shuffle_differently() -> None:
-    sampler = ShardSampler(100, [50, 50], 0, seed=0)
-    assert not torch.equal(sampler.epoch(0, 50), sampler.epoch(1, 50))
-    assert torch.equal(sampler.epoch(1, 50), ShardSampler(100, [50, 50], 0, seed=0).epoch(1, 50))
-    assert not torch.equal(sampler.shard, ShardSampler(100, [50, 50], 0, seed=1).shard)
+    plan = plan_workers([1, 1], 100, base_batch=50)
+    sampler = plan.sampler(0)
+    assert not torch.equal(sampler.epoch(0), sampler.epoch(1))
+    assert torch.equal(sampler.epoch(1), plan.sampler(0).epoch(1))
+    assert not torch.equal(sampler.shard, plan.sampler(0, seed=1).shard)
     with pytest.raises(ValueError, match="does not fit"):
-        sampler.epoch(0, 51)
+        sampler.epoch(0, [2, 1])
 
 
 @pytest.mark.parametrize("speeds", [[0.0, 1], [-1, 1], [math.nan, 1], [math.inf, 1]])
 def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"speeds\[0\]"):
-        plan_workers(100, 4, speeds, proportional=True)
+    for options in ({}, {"proportional": False}, {"global_batch": 8}, {"period": 5}):
+        with pytest.raises(ValueError, match=r"speeds\[0\]"):
+            plan_workers(speeds, 100, base_batch=4, **options)
 
 
-def test_too_few_samples_are_refused() -> None:
+def test_impossible_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"speeds=\[\] names no worker"):
+        plan_workers([], 100, base_batch=4)
+    with pytest.raises(ValueError, match="base_batch=0 leaves a worker without samples"):
+        plan_workers([1, 2], 100, base_batch=0)
+    with pytest.raises(ValueError, match="global_batch=2 is less than one sample for each of 3 workers; use 3"):
+        plan_workers([1, 1, 1], 100, base_batch=4, global_batch=2)
+    with pytest.raises(ValueError, match="global_batch=9 does not divide into 2 equal batches"):
+        plan_workers([1, 2], 100, base_batch=4, global_batch=9, period=5)
     with pytest.raises(ValueError, match="63 training samples are fewer than the 64 that 2 worker"):
-        plan_workers(63, 32, [1, 1])
+        plan_workers([1, 1], 63, base_batch=32)
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_decays() -> None:
