@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint bench-core clean
+.PHONY: quickstart test lint bench-core bench-mixed clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -26,6 +26,9 @@ lint: $(READY)
 
 bench-core: $(READY)
 	$(BIN)/python -m benchmarks.core
+
+bench-mixed: $(READY)
+	$(BIN)/python -m benchmarks.mixed
 
 # Installed anew only when the dependencies may have changed; the marker comes last, so a broken install is not reused.
 $(READY): pyproject.toml
