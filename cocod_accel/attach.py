@@ -6,7 +6,7 @@ the one object that owns the communication hook, the round clock and the average
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.attempts import AttemptCounter
-from cocod_accel.averaging import Replica, Traffic, Weights, check_weight
+from cocod_accel.averaging import Replica, Traffic, Weights, Wishes, check_weight
 from cocod_accel.checks import (
     ATTACHED,
     Report,
@@ -93,7 +93,7 @@ class Stats:
 
     #: Rounds that have ended.
     rounds: int
-    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload.
+    #: What this worker has begun to send, counted as a ring all-reduce: 2 (N - 1) / N of every payload.
     bytes: int
     #: Seconds the main thread was blocked by communication.
     exposed_seconds: float
@@ -195,7 +195,7 @@ class Sync:
             "rounds": self._clock.rounds,
             "round_start": self._clock.start,
             "in_flight": self._method.state(),
-            "drift": self._replica.drift_parts,
+            "drift": self._replica.drift_state(),
             "traffic": self._replica.traffic.counters(),
         }
 
@@ -213,7 +213,7 @@ class Sync:
         self._method.load_state(state["in_flight"])
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
-        self._replica.drift_parts = state["drift"]
+        self._replica.load_drift_state(state["drift"])
         self._replica.traffic = Traffic(**state["traffic"], spans=self._replica.traffic.spans)
         self._counter.forget()
 
@@ -244,31 +244,80 @@ class Sync:
             self._abandon()
         self.detach()
 
+    # ---- what a checkpoint must know
+
+    @property
+    def subject(self) -> Subject:
+        """What is trained: model, optimizers, process group."""
+        return self._subject
+
+    @property
+    def rank(self) -> int:
+        return self._replica.comm.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._replica.comm.size
+
+    @property
+    def weight(self) -> float:
+        """This worker's M_i."""
+        return self._replica.weights.values[self._replica.weights.rank]
+
+    @property
+    def algorithm(self) -> str:
+        """Its name."""
+        return self._method.name
+
+    @property
+    def attempts(self) -> int:
+        """Steps attempted since attach, or since the run that was resumed began."""
+        return self._clock.attempts
+
+    @property
+    def is_round_start(self) -> bool:
+        """Whether the last step ended a round."""
+        return self._clock.start == self._clock.attempts
+
     # ---- what a trainer sets
 
     #: Called at a round's end before this worker's model enters an average; may raise to keep it out.
     guard: Callable[[], None] | None = None
 
-    def listen_for_stop(self) -> None:
-        """From now on any worker may ask all of them to stop; every worker calls this at the same point."""
-        self._replica.stop_vote = False
+    def listen(self) -> None:
+        """From now on any worker may ask all of them to stop or to save; every worker calls this at the same point."""
+        self._replica.wishes = Wishes()
 
-    def request_stop(self) -> None:
-        """Ask all workers to stop. They agree at a round's end: the question travels with the average."""
-        self._replica.stop_vote = True
+    def request(self, *, stop: bool = False, save: bool = False) -> None:
+        """Ask all workers to stop, or to save. They agree at a round's end: the question travels with the average."""
+        wishes = self._replica.wishes
+        if wishes is not None:
+            wishes.stop, wishes.save = wishes.stop or stop, wishes.save or save
 
-    def stop_agreed(self, ask_now: bool = False) -> bool:
-        """Whether all workers are to stop, the same on each of them after the same round.
+    def agreed(self, ask_now: bool = False) -> Wishes:
+        """What all workers are to do, the same on each of them after the same round. A wish to save is taken by asking.
 
         ``ask_now``: every worker asks at this step. Needed where rounds send no models, and ignored elsewhere.
         """
-        if ask_now and (self._method.reduces_gradients or self._replica.comm.size == 1):
-            self._replica.agree_to_stop()
-        return self._replica.stop_agreed
+        replica = self._replica
+        if ask_now and (self._method.reduces_gradients or replica.comm.size == 1):
+            replica.ask_all()
+        agreed, replica.agreed = replica.agreed, Wishes(stop=replica.agreed.stop)
+        return agreed
+
+    def restore_weights(self, weights: Sequence[float]) -> None:
+        """The weights that were in force when a state was saved; every worker passes the same ones. Nothing is finished."""
+        self._replica.weights = Weights(tuple(float(weight) for weight in weights), self._replica.weights.rank)
+
+    def start_at(self, attempts: int) -> None:
+        """Begin a round here, as if this many steps had been attempted."""
+        self._clock.attempts = attempts
+        self._clock.restart()
 
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``; every worker calls this at the same point."""
-        self._replica.comm = EmulatedLink(self._replica.comm, link)
+        comm = self._replica.comm
+        self._replica.comm = EmulatedLink(comm.inner if isinstance(comm, EmulatedLink) else comm, link)
 
     @property
     def exposed_seconds(self) -> float:

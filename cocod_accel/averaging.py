@@ -10,14 +10,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from cocod_accel.comm import Communicator, Handle, exposed_and_hidden, ring_bytes
+from cocod_accel.comm import Communicator, EmulatedLink, Handle, exposed_and_hidden, ring_bytes
 from cocod_accel.flat import FlatCopy
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -106,6 +106,12 @@ class Traffic:
     hidden_seconds: float = 0.0
     #: (name, start, end) of every transfer ("communicate") and every time blocked by one ("wait"); None: not kept.
     spans: list[tuple[str, float, float]] | None = None
+    _last_blocked: tuple[float, float] = (0.0, 0.0)
+
+    def sends(self, handle: Handle) -> Handle:
+        """Count the bytes of a collective when it is launched, so that saving a state, which waits for it, changes nothing."""
+        self.num_bytes += handle.num_bytes
+        return handle
 
     def wait_for(self, handles: Sequence[Handle]) -> None:
         """Wait for collectives launched one after the other, and count what they cost together."""
@@ -115,7 +121,12 @@ class Traffic:
         blocked_until = time.perf_counter()
         spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
         exposed, hidden = exposed_and_hidden(spans, blocked_from)
-        self.num_bytes += sum(handle.num_bytes for handle in handles)
+        # What ran while an earlier transfer was waited for was not hidden behind computation.
+        last_from, last_until = self._last_blocked
+        hidden -= min(
+            hidden, sum(max(0.0, min(end, last_until, blocked_from) - max(start, last_from)) for start, end in spans)
+        )
+        self._last_blocked = blocked_from, blocked_until
         self.exposed_seconds += exposed
         self.hidden_seconds += hidden
         if self.spans is not None:
@@ -130,12 +141,26 @@ class Traffic:
         }
 
 
+@dataclass
+class Wishes:
+    """What a worker may ask all of them to do at a round's end."""
+
+    stop: bool = False
+    save: bool = False
+
+
 class _Drift:
     """||x_t - mean_t||^2 and ||mean_t||^2 in parts, kept on their devices: reading them would wait for the device."""
 
     def __init__(self) -> None:
         self.distances: list[Tensor] = []
         self.norms: list[Tensor] = []
+
+    @classmethod
+    def of(cls, distances: list[float], norms: list[float]) -> _Drift:
+        drift = cls()
+        drift.distances, drift.norms = ([torch.tensor(p, dtype=torch.float64) for p in ps] for ps in (distances, norms))
+        return drift
 
 
 @dataclass
@@ -145,7 +170,8 @@ class _InFlight:
     snapshot: FlatCopy
     total: FlatCopy
     handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t
-    ballot: Tensor | None = None  # becomes the number of workers that ask to stop
+    drift: _Drift = field(default_factory=_Drift)  # of the landed average
+    ballot: Tensor | None = None  # becomes the number of workers that ask to stop, and to save
 
 
 class Replica:
@@ -170,10 +196,10 @@ class Replica:
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
         self._drift = _Drift()
-        #: Whether this worker asks all of them to stop; None: nobody may ask, and nothing is sent.
-        self.stop_vote: bool | None = None
-        #: True on every worker after the same round, once one of them has asked.
-        self.stop_agreed = False
+        #: What this worker asks all of them to do; None: nobody may ask, and nothing is sent.
+        self.wishes: Wishes | None = None
+        #: The same on every worker after the same round, once one of them has asked.
+        self.agreed = Wishes()
 
     @property
     def drift(self) -> float:
@@ -186,10 +212,15 @@ class Replica:
         distances, norms = self._drift.distances, self._drift.norms
         return math.fsum(float(part) for part in distances), math.fsum(float(part) for part in norms)
 
-    @drift_parts.setter
-    def drift_parts(self, parts: tuple[float, float]) -> None:
-        self._drift = _Drift()
-        self._drift.distances, self._drift.norms = ([torch.tensor(part, dtype=torch.float64)] for part in parts)
+    def drift_state(self) -> list[list[float]]:
+        """Of the last merge, and of what is in flight, which has been waited for."""
+        drifts = [self._drift] if self._in_flight is None else [self._drift, self._in_flight.drift]
+        return [[float(part) for part in parts] for drift in drifts for parts in (drift.distances, drift.norms)]
+
+    def load_drift_state(self, state: list[list[float]]) -> None:
+        self._drift = _Drift.of(*state[:2])
+        if self._in_flight is not None and len(state) == 4:
+            self._in_flight.drift = _Drift.of(*state[2:])
 
     # ---- the verbs of an algorithm
 
@@ -203,12 +234,11 @@ class Replica:
         for local, scaled in zip(snapshot.segments, total.segments, strict=True):
             torch._foreach_copy_(local.views, local.tensors)
             torch.mul(local.flat, self.weights.factor, out=scaled.flat)
-        ballot = None
-        if self.stop_vote is not None:
-            ballot = torch.full((1,), float(self.stop_vote), device=total.buffers[0].device)
+        ballot = self._ballot(total.buffers[0].device)
         handle = self.comm.launch(total.buffers if ballot is None else [*total.buffers, ballot])
         handle.num_bytes = ring_bytes(total.buffers, self.comm.size)
-        self._in_flight = _InFlight(snapshot, total, handle, ballot)
+        self.traffic.sends(handle)
+        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -219,6 +249,7 @@ class Replica:
         for segment in self._in_flight.total.segments:
             # Minus (x_t - mean_t) rounds like plus (mean_t - x_t).
             torch._foreach_sub_(segment.tensors, segment.views)
+        self._drift = self._in_flight.drift
         self._in_flight = None
 
     @torch.no_grad()
@@ -251,7 +282,7 @@ class Replica:
             drift.norms.append(segment.flat.dot(segment.flat) / self.weights.total**2)
             negated_delta_(segment.flat, local.flat, self.weights.total)
             drift.distances.append(segment.flat.dot(segment.flat))
-        self._drift = drift
+        flight.drift = drift
 
     @torch.no_grad()
     def equalise(self) -> None:
@@ -314,22 +345,34 @@ class Replica:
         self._pair = FlatCopy(self.parameters), loaded
         self._in_flight = _InFlight(*self._pair, handle=None)
 
-    def agree_to_stop(self) -> None:
+    def ask_all(self) -> None:
         """Ask all workers now, blocking; for algorithms whose rounds send no models."""
-        if self.stop_vote is not None and self.comm.size > 1:
-            device = self.parameters[0].device if self.parameters else None
-            ballot = torch.full((1,), float(self.stop_vote), device=device)
-            self.comm.launch([ballot]).wait()
-            self.stop_agreed = bool(ballot > 0)
-        elif self.stop_vote:
-            self.stop_agreed = True
+        ballot = self._ballot(self.parameters[0].device if self.parameters else torch.device("cpu"))
+        if ballot is not None:
+            if self.comm.size > 1:
+                # A question is no payload: never slowed down, and no bytes; but the time it blocks is counted.
+                comm = self.comm.inner if isinstance(self.comm, EmulatedLink) else self.comm
+                self.traffic.wait_for([comm.launch([ballot])])
+            self._count(ballot)
 
     # ---- details
 
     def _arrive(self, flight: _InFlight, handle: Handle) -> None:
         self.traffic.wait_for([handle])
         if flight.ballot is not None:
-            self.stop_agreed = self.stop_agreed or bool(flight.ballot > 0)
+            self._count(flight.ballot)
+
+    def _ballot(self, device: torch.device) -> Tensor | None:
+        if self.wishes is None:
+            return None
+        return torch.tensor([self.wishes.stop, self.wishes.save], dtype=torch.float32, device=device)
+
+    def _count(self, ballot: Tensor) -> None:
+        stop, save = (ballot > 0).tolist()
+        self.agreed.stop = self.agreed.stop or stop
+        self.agreed.save = self.agreed.save or save
+        if save and self.wishes is not None:
+            self.wishes.save = False
 
     def _floating_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.buffers() if buffer.is_floating_point()]

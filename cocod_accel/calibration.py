@@ -6,6 +6,8 @@ same shards, and in ``speeds.json`` with what they were found from.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,8 +23,8 @@ from cocod_accel.pace import Pace, measure_speeds
 from cocod_accel.runtime import has_core_each, kept_randomness
 from cocod_accel.sharding import WorkPlan, seeded_generator
 from cocod_accel.tables import aligned
-from cocod_accel.tasks import Task, build_model
-from cocod_accel.tasks.data import batches
+from cocod_accel.tasks import Task, build_model, build_optimizer
+from cocod_accel.tasks.data import Images, batches
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Calibration:
             figures = [f"{1e3 * seconds:.2f}", f"{self.batch / seconds:.0f}", f"{speed:.3f}"]
             plans = [str(plan.batches[rank]), str(plan.steps[rank]), f"{samples[rank] / sum(samples):.1%}"]
             rows.append([str(rank), device, *figures, *plans])
-        return aligned(rows)
+        note = "" if self.emulated is None else f"\nemulated: {self.emulated}"
+        return aligned(rows) + note
 
 
 def calibrate(config: Config, task: Task, accelerator: Accelerator) -> Calibration:
@@ -60,7 +63,9 @@ def calibrate(config: Config, task: Task, accelerator: Accelerator) -> Calibrati
         batch = max(1, config.cluster.global_batch // config.cluster.num_workers)
     with kept_randomness():
         model = build_model(config, task).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=config.optimizer.momentum)
+        optimizer = build_optimizer(config, model)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # the work of a step, and a model that stays where it is
         busy = device.type == "cpu" and has_core_each()
         pace = Pace(is_on=True, slowdown=config.slowdown(rank, epoch=0), is_busy=busy)
         supply = _endless_batches(config, task, batch, rank, device)
@@ -91,7 +96,11 @@ def _endless_batches(
     config: Config, task: Task, batch: int, rank: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     generator = seeded_generator(config.seed, "calibration", rank)
+    data = task.train
+    if not isinstance(data, Images):
+        with contextlib.suppress(Exception):  # a user's own data may draw from a generator of its own; some cannot be copied
+            data = copy.deepcopy(data)
     whole = task.num_train - task.num_train % batch
     while True:
         indices = torch.randperm(task.num_train, generator=generator)[:whole]
-        yield from batches(task.train, indices, batch, device, generator=generator, loader_workers=config.loader_workers)
+        yield from batches(data, indices, batch, device, generator=generator, loader_workers=config.loader_workers)

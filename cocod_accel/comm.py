@@ -8,14 +8,16 @@ time hidden behind computation is what this project is about.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
@@ -134,17 +136,21 @@ class EmulatedLink:
     """
 
     def __init__(self, comm: Communicator, link: Link) -> None:
-        self._comm, self._link = comm, link
+        #: What really communicates.
+        self.inner = comm
+        self._link = link
         self.rank, self.size = comm.rank, comm.size
         self._last: _StretchedHandle | None = None
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         num_bytes = ring_bytes(tensors, self.size)
         joined = torch.zeros(self.size, dtype=torch.float64)
-        joined[self.rank] = time.perf_counter()
+        begin = time.perf_counter()
+        joined[self.rank] = begin
         joined = joined.to(tensors[0].device)
-        inner = self._comm.launch([*tensors, joined])
+        inner = self.inner.launch([*tensors, joined])
         self._last = _StretchedHandle(inner, num_bytes, self._link.seconds(num_bytes, self.size), joined, self._last)
+        self._last.start_seconds = begin
         return self._last
 
 
@@ -160,16 +166,18 @@ class _StretchedHandle(Handle):
         self._due: float | None = None
 
     def poll(self) -> None:
-        if self._end_seconds is None and self._arrived():
-            end = max(self._due_seconds(), self._inner.end_seconds)
-            if time.perf_counter() >= end:
-                self._end_seconds = end
+        # The real sum may have been seen late, but it was there in time: it is not noted here unless it is complete.
+        if self._end_seconds is None and self._arrived() and time.perf_counter() >= self._due_seconds():
+            self._end_seconds = self._due_seconds()
 
     def wait(self) -> None:
-        self._inner.wait()
-        end = max(self._due_seconds(), self._inner.end_seconds)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        self._end_seconds = end
+        self.poll()
+        if self._end_seconds is not None:
+            return
+        was_there = self._arrived()
+        due = self._due_seconds()
+        self._end_seconds = due if was_there else max(due, time.perf_counter())
+        time.sleep(max(0.0, due - time.perf_counter()))
 
     def _arrived(self) -> bool:
         self._inner.poll()
@@ -211,6 +219,25 @@ def exchange_reports(report: Any, group: Any) -> list[Any]:
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
     return reports
+
+
+def try_together(call: Callable[[], T], group: Any) -> tuple[list[T], str | None]:
+    """Call something that may fail on every worker; what it returned on each, or the first worker's error in words.
+
+    Whatever goes wrong on one worker, the others hear of it before anybody waits.
+    """
+    value: T | None = None
+    error: str | None = None
+    try:
+        value = call()
+    except Exception as problem:
+        lines = str(problem).splitlines() or [type(problem).__name__]
+        error = lines[0] if isinstance(problem, ValueError | OSError) else f"{type(problem).__name__}: {lines[0]}"
+    reports: list[tuple[T, str | None]] = exchange_reports((value, error), group)
+    for rank, (_, message) in enumerate(reports):
+        if message is not None:
+            return [], f"rank {rank}: {message}"
+    return [result for result, _ in reports], None
 
 
 def launch_like_ddp(buffer: Tensor, group: Any) -> Handle:

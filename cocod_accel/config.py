@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -21,6 +22,8 @@ from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.comm import Link
 from cocod_accel.rounds import Period
 from cocod_accel.sharding import check_speeds, plan_workers
+
+logger = logging.getLogger(__name__)
 
 #: What ``cluster.speeds`` says to have them measured.
 MEASURE = "measure"
@@ -67,9 +70,12 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
+    #: sgd, adam or adamw.
+    name: str = "sgd"
     #: The rate of one worker with the base batch; scaled up for all workers together as in Remark 4 of the paper.
     learning_rate: float = 0.01
     scale_learning_rate: bool = True
+    #: Of sgd.
     momentum: float = 0.9
     weight_decay: float = 1e-4
     nesterov: bool = False
@@ -103,6 +109,9 @@ class ClusterConfig:
     replan_epochs: int | None = None
     #: cpu, or auto for whatever accelerate finds.
     device: str = "auto"
+    #: After how long a worker that has died, or answers no more, ends the run on all others.
+    dead_seconds: float = 30.0
+    frozen_seconds: float = 120.0
 
 
 @dataclass
@@ -128,6 +137,19 @@ class EvaluationConfig:
     batch_size: int = 250
     #: Accuracies whose first reaching is reported as time to accuracy.
     targets: list[float] = field(default_factory=lambda: [0.7, 0.75, 0.8, 0.85])
+
+
+@dataclass
+class CheckpointConfig:
+    """When all workers save where they are, besides the beginning; SIGUSR1 and SIGTERM to any of them ask for it too."""
+
+    every_steps: int | None = None
+    every_epochs: int | None = 1
+    every_minutes: float | None = None
+    #: How many checkpoints to keep.
+    keep: int = 2
+    #: auto: go on with an unfinished run of this name and configuration; never; or a checkpoint or run folder to go on from.
+    resume: str = "auto"
 
 
 @dataclass
@@ -168,6 +190,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property
@@ -294,8 +317,11 @@ def _read_speeds(given: Any) -> Any:
     if not isinstance(given, str) or given == MEASURE:
         return given
     try:
-        return json.loads(Path(given).read_text())["speeds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        saved = json.loads(Path(given).read_text())
+        if saved.get("emulated"):
+            logger.warning("cluster.speeds=%s: measured on emulated workers (%s)", given, saved["emulated"])
+        return saved["speeds"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"cluster.speeds={given}: must be a list, {MEASURE}, or the speeds.json of a run ({_first_line(error)})"
         ) from error
@@ -326,6 +352,9 @@ def validate(config: Config) -> None:
         ("evaluation.every_epochs", config.evaluation.every_epochs, 1),
         ("evaluation.batch_size", config.evaluation.batch_size, 1),
         ("logging.every_steps", config.logging.every_steps, 1),
+        ("checkpoint.every_steps", config.checkpoint.every_steps, 1),
+        ("checkpoint.every_epochs", config.checkpoint.every_epochs, 1),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
         ("task.train_limit", task.train_limit, 1),
         ("task.test_limit", task.test_limit, 1),
     ):
@@ -335,6 +364,14 @@ def validate(config: Config) -> None:
         ("optimizer.momentum", config.optimizer.momentum, "must be in [0, 1)", lambda v: 0 <= v < 1),
         ("optimizer.weight_decay", config.optimizer.weight_decay, "must not be negative", lambda v: v >= 0),
         ("schedule.warmup_epochs", schedule.warmup_epochs, "must not be negative", lambda v: v >= 0),
+        (
+            "checkpoint.every_minutes",
+            1.0 if config.checkpoint.every_minutes is None else config.checkpoint.every_minutes,
+            "must be positive",
+            lambda v: v > 0,
+        ),
+        ("cluster.dead_seconds", cluster.dead_seconds, "must be positive", lambda v: v > 0),
+        ("cluster.frozen_seconds", cluster.frozen_seconds, "must be positive", lambda v: v > 0),
         ("cluster.measure_seconds", cluster.measure_seconds, "must not be negative", lambda v: v >= 0),
         ("schedule.decay_factor", schedule.decay_factor, "must be in (0, 1]", lambda v: 0 < v <= 1),
     ]
@@ -348,6 +385,7 @@ def validate(config: Config) -> None:
     )
     for key, text, choices in (
         ("algorithm.name", config.algorithm.name, list(ALGORITHMS)),
+        ("optimizer.name", config.optimizer.name, ["sgd", "adam", "adamw"]),
         ("precision", config.precision, ["no", "bf16"]),
         ("cluster.device", cluster.device, ["auto", "cpu"]),
         ("cluster.shuffle", cluster.shuffle, ["within", "across"]),
@@ -459,9 +497,12 @@ def _validate_emulation(config: Config) -> None:
         firsts = [first for first, _ in pairs]
         in_order = all(type(first) is int for first in firsts) and firsts == sorted(set(firsts)) and firsts[0] == 0
         _require(in_order, key, entry, "must begin at epoch 0, and its epochs must increase")
+        _require(
+            firsts[-1] < config.schedule.epochs, key, entry, f"changes after epoch {config.schedule.epochs - 1}, the last"
+        )
         for _, factor in pairs:
             good = _is_number(factor) and math.isfinite(factor) and factor >= 1
-            _require(good, key, factor, "must be at least 1; to emulate a faster worker, slow the others down")
+            _require(good, key, factor, "must be finite and at least 1; to emulate a faster worker, slow the others down")
 
 
 def _is_number(value: object) -> bool:

@@ -6,26 +6,46 @@ communication, ``summary.json`` what users compare. Training time is what the pa
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
+import logging
 import math
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cocod_accel.config import Config, ConfigError, save_config
+from cocod_accel.checkpoint import MANIFEST, checkpoints_in
+from cocod_accel.config import Config, ConfigError, load_config, save_config
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingClock:
     """Seconds spent training on this worker, waits included."""
 
     def __init__(self) -> None:
+        #: Where spans count from.
         self.origin = time.perf_counter()
         self._total = 0.0
         self._since: float | None = None
 
+    def state(self) -> list[float]:
+        return [self.seconds, time.perf_counter() - self.origin]
+
+    def load_state(self, state: list[float]) -> None:
+        """Go on counting where an earlier process stopped."""
+        self._total, elapsed = state
+        self.origin = time.perf_counter() - elapsed
+
     def start(self) -> None:
         self._since = time.perf_counter()
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
 
     def stop(self) -> None:
         if self._since is not None:
@@ -54,8 +74,24 @@ class TimeToAccuracy:
                 self.seconds[target] = train_seconds
 
 
+#: What may differ between a run and its continuation.
+_FREE_TO_CHANGE = ("name", "output", "loader_workers", "schedule.epochs", "task.data_dir", "task.download")
+_FREE_SECTIONS = ("cluster", "emulate", "evaluation", "checkpoint", "logging")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run writes, and from where it goes on."""
+
+    path: Path
+    #: Go on in a folder that an earlier process has left.
+    is_continued: bool = False
+    #: A checkpoint of another run to begin from.
+    start: Path | None = None
+
+
 class RunFolder:
-    """Where a run writes. Made new: an earlier run of the same name is never touched."""
+    """Where a run writes. Made new, or gone on with if it is not finished: an ended run is never touched."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,34 +99,67 @@ class RunFolder:
         self._metrics: Any = None
 
     @staticmethod
-    def create(config: Config) -> Path:
-        """Make ``output/name``, or ``output/name-2`` and so on if that is taken."""
-        root = Path(config.output)
+    def find(config: Config) -> Place:
+        """The folder of an unfinished run to go on with, or a new one: ``output/name``, ``output/name-2`` and so on."""
+        resume = config.checkpoint.resume
+        start = None if resume in ("auto", "never") else _newest_checkpoint(resume)
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            for number in range(1, 10_000):
-                path = root / (config.run_name if number == 1 else f"{config.run_name}-{number}")
-                try:
-                    path.mkdir()
-                except FileExistsError:
-                    continue
-                save_config(config, path / "config.yaml")
-                return path
+            if resume == "auto":
+                unfinished = _unfinished(config)
+                if unfinished is not None:
+                    return Place(unfinished, is_continued=True)
+            return Place(RunFolder._create(config), start=start)
         except OSError as error:
             raise ConfigError(f"output={config.output}: a run folder cannot be made there ({error.strerror})") from error
+
+    @staticmethod
+    def _create(config: Config) -> Path:
+        root = Path(config.output)
+        root.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            path = _numbered(config, number)
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            _lock(path)
+            save_config(config, path / "config.yaml")
+            return path
         raise ConfigError(f"output={config.output}: holds 10,000 runs called {config.run_name}; choose another name")
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        """How much this worker has written, in bytes."""
+        return {
+            name: path.stat().st_size if path.is_file() else 0
+            for name, path in (("metrics", self._metrics_file), ("spans", self._spans_file(rank)))
+            if name == "spans" or rank == 0
+        }
+
+    def cut(self, rank: int, sizes: dict[str, int]) -> None:
+        """Forget what was written after a checkpoint."""
+        for name, path in (("metrics", self._metrics_file), ("spans", self._spans_file(rank))):
+            if name in sizes and path.is_file():
+                with path.open("r+b") as file:
+                    file.truncate(sizes[name])
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def _spans_file(self, rank: int) -> Path:
+        return self.path / "spans" / f"rank_{rank}.jsonl"
 
     def row(self, values: dict[str, Any]) -> None:
         """Append one row of metrics."""
         if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a")
+            self._metrics = self._metrics_file.open("a")
         self._metrics.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
         self._metrics.flush()
 
     def spans(self, rank: int, rows: list[dict[str, Any]]) -> None:
         """Append what this worker did, as rows {rank, step, name, start, end}."""
         if rows:
-            with (self.path / "spans" / f"rank_{rank}.jsonl").open("a") as file:
+            with self._spans_file(rank).open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def summary(self, values: dict[str, Any]) -> None:
@@ -102,6 +171,68 @@ class RunFolder:
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _numbered(config: Config, number: int) -> Path:
+    return Path(config.output) / (config.run_name if number == 1 else f"{config.run_name}-{number}")
+
+
+def _lock(path: Path) -> bool:
+    """Mark a run folder as in use until this process ends, however it ends; False if it is in use already."""
+    handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return False
+    return True  # the handle stays open
+
+
+def _unfinished(config: Config) -> Path | None:
+    """The last folder of this name, if its run can be gone on with."""
+    last = None
+    for number in range(1, 10_000):
+        if not _numbered(config, number).is_dir():
+            break
+        last = _numbered(config, number)
+    if last is None or (last / "summary.json").exists() or not (last / "config.yaml").is_file():
+        return None
+    different = differences(config, last / "config.yaml")
+    if different:
+        logger.warning("%s is not finished, but is another run (%s); beginning anew", last, different[0])
+        return None
+    if not checkpoints_in(last / "checkpoints") and (last / "metrics.jsonl").exists():
+        return None
+    return last if _lock(last) else None
+
+
+def differences(config: Config, path: Path) -> list[str]:
+    """What makes the run of another configuration file a different one."""
+    try:
+        other = _flat(dataclasses.asdict(load_config([str(path)])))
+    except ConfigError as error:
+        return [str(error)]
+    own = _flat(dataclasses.asdict(config))
+    free = {key for key in own if key in _FREE_TO_CHANGE or key.split(".")[0] in _FREE_SECTIONS}
+    return [f"{key} is {own[key]}, was {other.get(key)}" for key in own if key not in free and own[key] != other.get(key)]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        rows.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return rows
+
+
+def _newest_checkpoint(given: str) -> Path:
+    """What ``checkpoint.resume`` names: a checkpoint, or a run folder that holds some."""
+    path = Path(given)
+    if (path / MANIFEST).is_file():
+        return path
+    found = checkpoints_in(path / "checkpoints")
+    if not found:
+        raise ConfigError(f"checkpoint.resume={given}: holds no checkpoint; give auto, never, a run folder or a checkpoint")
+    return found[0]
 
 
 def _finite(value: Any) -> Any:

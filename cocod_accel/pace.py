@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from cocod_accel.comm import default_group, exchange_reports
+from cocod_accel.comm import default_group, try_together
 
 T = TypeVar("T")
 
@@ -82,21 +82,10 @@ def measure_speeds(
 
 def _agreed(call: Callable[[], T], group: object) -> list[T]:
     """What ``call`` returns on every worker; its error on any is raised on all."""
-    result: T | None = None
-    problem: Exception | None = None
-    try:
-        result = call()
-    except Exception as error:  # whatever it is, the others must hear of it before anybody waits
-        problem = error
-    reports: list[tuple[T, str | None]] = exchange_reports(
-        (result, None if problem is None else f"{type(problem).__name__}: {problem}"), group
-    )
-    if problem is not None:
-        raise problem
-    for rank, (_, message) in enumerate(reports):
-        if message is not None:
-            raise RuntimeError(f"rank {rank}: {message}")
-    return [value for value, _ in reports]
+    results, error = try_together(call, group)
+    if error is not None:
+        raise RuntimeError(f"speeds could not be measured; {error}")
+    return results
 
 
 def _wait_for_device() -> None:

@@ -31,13 +31,19 @@ def is_speaker() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
+def speaks_of(lost: int) -> bool:
+    """Whether this process speaks for its machine about a lost worker; the first one, or the next if it is the first."""
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    return rank != lost and (local_rank == 0 or (local_rank == 1 and lost == rank - 1))
+
+
 def accelerate_config(num_workers: int, use_gpu: bool) -> Path:
     """The accelerate configuration in ``configs/accelerate`` for one machine."""
     name = "gpu_8" if use_gpu else "cpu_16" if num_workers > 2 else "cpu_2"
     return Path(__file__).parents[1] / "configs" / "accelerate" / f"{name}.yaml"
 
 
-def launch_command(num_workers: int, arguments: list[str], use_gpu: bool | None = None) -> list[str]:
+def launch_command(num_workers: int, arguments: list[str], use_gpu: bool | None = None, max_restarts: int = 0) -> list[str]:
     """The ``accelerate launch`` line that runs the trainer with this many workers on this machine."""
     gpu = torch.cuda.device_count() >= num_workers if use_gpu is None else use_gpu
     config = accelerate_config(num_workers, gpu)
@@ -52,6 +58,8 @@ def launch_command(num_workers: int, arguments: list[str], use_gpu: bool | None 
     else:  # installed without the repository: the same as flags. --multi_gpu starts several processes on CPUs too
         options = ["--multi_gpu", "--num_processes", str(num_workers), "--num_machines", "1", "--main_process_port", "0"]
         options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    if max_restarts:
+        options += ["--max_restarts", str(max_restarts), "--monitor_interval", "0.5"]
     return ["accelerate", "launch", *options, "-m", "cocod_accel.train", *arguments]
 
 
@@ -100,7 +108,8 @@ def seed_everything(seed: int) -> None:
 def kept_randomness() -> Iterator[None]:
     """Whatever is drawn inside has not been drawn afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
@@ -116,11 +125,3 @@ def has_core_each() -> bool:
 def is_one_machine() -> bool:
     """Whether all workers were started on this machine."""
     return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
-
-
-def from_main(value: str) -> str:
-    """What the main process passes, on every process."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0)
-    return values[0]

@@ -11,17 +11,24 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
+
+#: Between the fastest and the slowest worker; more is a mistake, and would overflow one day.
+_LARGEST_RATIO = 1_000_000
 
 
 def check_speeds(speeds: Sequence[float]) -> None:
     for index, speed in enumerate(speeds):
         if not (math.isfinite(speed) and speed > 0):
             raise ValueError(f"speeds[{index}]={speed} is not positive and finite; give relative speeds such as [1, 1, 2]")
+    if speeds and max(speeds) > _LARGEST_RATIO * min(speeds):
+        raise ValueError(
+            f"speeds={list(speeds)}: the fastest is over {_LARGEST_RATIO:,} times the slowest; leave that one out"
+        )
 
 
 def proportional_batches(base: int, speeds: Sequence[float]) -> list[int]:
@@ -86,7 +93,7 @@ class WorkPlan:
     def num_samples(self) -> int:
         return sum(self.shards)
 
-    def sampler(self, rank: int, *, seed: int = 0, across: bool = False) -> ShardSampler:
+    def sampler(self, rank: int, *, seed: int | str = 0, across: bool = False) -> ShardSampler:
         """The batches of worker ``rank``, for ``DataLoader(data, batch_sampler=...)``."""
         return ShardSampler(self, rank, seed=seed, across=across)
 
@@ -115,8 +122,13 @@ def plan_workers(
     if num_workers == 0:
         raise ValueError("speeds=[] names no worker; give one relative speed per worker")
     check_speeds(speeds)
+    for name, value in (("num_samples", num_samples), ("base_batch", base_batch), ("period", period)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}={value!r} is not an int")
     if base_batch < 1:
         raise ValueError(f"base_batch={base_batch} leaves a worker without samples; use at least 1")
+    if period is not None and period < 1:
+        raise ValueError(f"period={period} is no round; use at least 1")
     by_steps = period is not None
     alike = [1.0] * num_workers
     counted = speeds if proportional and not by_steps else alike
@@ -129,7 +141,7 @@ def plan_workers(
     steps_a_round = local_periods(period, speeds) if period is not None else [1] * num_workers
     samples_a_round = [batch * k for batch, k in zip(batches, steps_a_round, strict=True)]
     num_rounds = num_samples // sum(samples_a_round)
-    if num_rounds == 0:
+    if num_rounds < 1:
         raise ValueError(
             f"{num_samples} training samples are fewer than the {sum(samples_a_round)} that {num_workers} worker(s) "
             "take in a round; use a smaller batch or fewer workers"
@@ -144,9 +156,72 @@ def plan_workers(
     )
 
 
+def with_batches(plan: WorkPlan, batches: Sequence[int]) -> WorkPlan:
+    """The same plan with other batches of the same sum: steps and learning rate stay."""
+    assert sum(batches) == sum(plan.batches), "another sum would have other steps and another rate"
+    used = [steps * batch for steps, batch in zip(plan.steps, batches, strict=True)]
+    shards = tuple(_share_remainder(used, plan.num_samples))
+    return replace(plan, batches=tuple(batches), shards=shards, weights=tuple(batches))
+
+
+def balanced_batches(
+    batches: Sequence[int], seconds: Sequence[float], fixed: Sequence[float], smallest: int
+) -> tuple[list[int], float]:
+    """Batches of the same sum with which all workers are done together, and the seconds of the last one then.
+
+    A step of worker i takes ``seconds[i]`` with ``batches[i]``, of which the share ``fixed[i]`` does not depend on the
+    batch. Nobody gets less than ``smallest``.
+    """
+    total = sum(batches)
+    fixed_seconds = [share * s for share, s in zip(fixed, seconds, strict=True)]
+    a_sample = [(1 - share) * s / m for share, s, m in zip(fixed, seconds, batches, strict=True)]
+    open_to_change = list(range(len(batches)))
+    wanted = [float(smallest)] * len(batches)
+    while open_to_change:
+        # All of these end together: (end - fixed_i) / a_sample_i samples each, as many as are left.
+        rest = total - smallest * (len(batches) - len(open_to_change))
+        slopes = math.fsum(1 / a_sample[i] for i in open_to_change)
+        end = (rest + math.fsum(fixed_seconds[i] / a_sample[i] for i in open_to_change)) / slopes
+        for i in open_to_change:
+            wanted[i] = (end - fixed_seconds[i]) / a_sample[i]
+        too_small = [i for i in open_to_change if wanted[i] < smallest]
+        if not too_small:
+            break
+        for i in too_small:
+            wanted[i] = float(smallest)
+            open_to_change.remove(i)
+    found = split_batch(total - (smallest - 1) * len(batches), [max(w - smallest + 1, 1e-3) for w in wanted])
+    found = [m + smallest - 1 for m in found]
+    ends = [f + per * m for f, per, m in zip(fixed_seconds, a_sample, found, strict=True)]
+    return found, max(ends)
+
+
+def fixed_shares(
+    batches: Sequence[int], seconds: Sequence[float], before: Sequence[tuple[int, float]], known: Sequence[float]
+) -> list[float]:
+    """The share of each worker's step that does not depend on its batch, from two steps with different batches.
+
+    ``before``: (batch, seconds) of the last time. Where that tells nothing, or the worker has become another one (less
+    work, more time), what is ``known`` stays, or nothing is.
+    """
+    shares = []
+    for batch, now, (old_batch, old), share in zip(batches, seconds, before, known, strict=True):
+        if batch != old_batch:
+            slope = (now - old) / (batch - old_batch)
+            share = min(1 - slope * batch / now, _LARGEST_SHARE) if 0 < slope * batch <= now else 0.0
+        shares.append(share)
+    return shares
+
+
+#: A step whose time hardly depends on its batch is no reason to move everything.
+_LARGEST_SHARE = 0.9
+
+
 def steps_in_shards(plan: WorkPlan, steps_a_round: Sequence[int]) -> tuple[int, ...]:
     """Steps of each worker in an epoch of whole rounds of ``steps_a_round``, within the shards of ``plan``."""
     rounds = [shard // (batch * k) for shard, batch, k in zip(plan.shards, plan.batches, steps_a_round, strict=True)]
+    if min(rounds) == 0:
+        raise ValueError(f"a round of {list(steps_a_round)} steps does not fit into an epoch; use a shorter period")
     return tuple(min(rounds) * k for k in steps_a_round)
 
 
@@ -165,10 +240,10 @@ class ShardSampler(Sampler[list[int]]):
     Within shards: every worker keeps its samples and reshuffles them. Across: all samples are dealt anew every epoch.
     Either way what an epoch has no room for moves on from epoch to epoch, so that nothing is left out for ever.
 
-    As the ``batch_sampler`` of a ``DataLoader`` each pass is the next epoch; ``set_epoch`` chooses one.
+    As the ``batch_sampler`` of a ``DataLoader`` each whole pass is followed by the next epoch; ``set_epoch`` chooses one.
     """
 
-    def __init__(self, plan: WorkPlan, rank: int, *, seed: int = 0, across: bool = False) -> None:
+    def __init__(self, plan: WorkPlan, rank: int, *, seed: int | str = 0, across: bool = False) -> None:
         if not 0 <= rank < len(plan.batches):
             raise ValueError(f"rank={rank} is not one of the {len(plan.batches)} workers of the plan")
         self.plan, self.rank = plan, rank
@@ -207,8 +282,10 @@ class ShardSampler(Sampler[list[int]]):
         self._next = number
 
     def __iter__(self) -> Iterator[list[int]]:
-        number, self._next = self._next, self._next + 1
-        return iter(chosen.tolist() for chosen in self.epoch(number).split(self.plan.batches[self.rank]))
+        number = self._next
+        for chosen in self.epoch(number).split(self.plan.batches[self.rank]):
+            yield chosen.tolist()
+        self._next = number + 1  # not after a look at the first batch, or workers would be in different epochs
 
     def __len__(self) -> int:
         return self.plan.steps[self.rank]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from accelerate.accelerator import Accelerator
 
 from cocod_accel import runtime
+from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.calibration import calibrate
-from cocod_accel.config import MEASURE, ConfigError, load_config
-from cocod_accel.metrics import RunFolder
-from cocod_accel.tasks import build_model, build_task
+from cocod_accel.checkpoint import CheckpointError
+from cocod_accel.comm import default_group, try_together
+from cocod_accel.config import MEASURE, Config, ConfigError, load_config, save_config
+from cocod_accel.faults import Watch, default_store, end_process
+from cocod_accel.metrics import Place, RunFolder
+from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import NonFiniteLossError, Trainer, Work
 
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
@@ -27,28 +36,109 @@ def run(arguments: list[str]) -> int:
     model = build_model(config, task)
     if config.link is not None and not runtime.is_one_machine():
         raise ConfigError(f"emulate.link={config.link}: workers on several machines share no clock; use one machine")
-    with runtime.start(config, arguments) as accelerator:
-        calibration = calibrate(config, task, accelerator) if config.cluster.speeds == MEASURE else None
-        if calibration is not None:
-            config.cluster.speeds = calibration.speeds
-            plan = Work.of(config, task.num_train, rank=0).plan
-            if accelerator.is_main_process:
-                print(calibration.table(plan), flush=True)
-        path = RunFolder.create(config) if accelerator.is_main_process else None
-        if path is not None and calibration is not None:
-            calibration.save(path)
-        path = Path(runtime.from_main(str(path)))
-        trainer = Trainer(config, task, model, accelerator, path)
-        # A polite end (pre-emption, kill): all workers agree on it, evaluate, and write their summary.
-        signal.signal(signal.SIGTERM, lambda *_: trainer.sync.request_stop())
+    with runtime.start(config, arguments) as accelerator, _watching(config, accelerator) as watch:
+        _check_device(config, accelerator.device.type)
+        place = _find_place(config, accelerator.is_main_process)
+        if config.cluster.speeds == MEASURE:
+            _find_speeds(config, task, accelerator, place)
+        trainer = Trainer(config, task, model, accelerator, place, watch)
+        # A polite end (pre-emption, kill): all workers agree on it and save. SIGUSR1: they save and go on.
+        signal.signal(signal.SIGTERM, lambda *_: trainer.sync.request(stop=True))
+        signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.request(save=True))
         summary = trainer.run()
         if accelerator.is_main_process:
-            print(
-                f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
-                f"{summary['train_seconds']:.1f} s of training{' (stopped early)' if trainer.is_stopped else ''}"
-                f"{f' (emulated: {config.emulated})' if config.emulated else ''}; {path}"
+            print(_last_words(summary, config, place.path, trainer.step), flush=True)
+    return EXIT_STOPPED if summary is None else 0
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker is gone; the message says which."""
+
+
+@contextmanager
+def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None]:
+    """End this process if another worker dies or freezes; turn a failed collective into the name of whoever failed it."""
+    if accelerator.num_processes == 1:
+        yield None
+        return
+
+    def end(rank: int, what: str) -> None:
+        line = _of_the_lost(rank, what) if runtime.speaks_of(rank) else None
+        end_process(line, EXIT_FAILED)
+
+    agreed = (ConfigError, CheckpointError, KeyboardInterrupt, WorkerLostError)
+    with Watch(
+        default_store(),
+        accelerator.process_index,
+        accelerator.num_processes,
+        frozen_seconds=config.cluster.frozen_seconds,
+        on_fault=end,
+        is_agreed=lambda error: isinstance(error, agreed),
+    ) as watch:
+        try:
+            yield watch
+        except RuntimeError as error:
+            if "gloo" not in str(error) and "NCCL" not in str(error):
+                raise
+            found = watch.explain(config.cluster.dead_seconds)
+            if found is None:
+                raise WorkerLostError("error: another worker is gone, nobody knows which") from error
+            if not runtime.speaks_of(found[0]):
+                raise WorkerLostError("") from error
+            raise WorkerLostError(_of_the_lost(*found)) from error
+
+
+def _of_the_lost(rank: int, what: str) -> str:
+    return f"error: {'' if rank < 0 else f'worker {rank} '}{what}"
+
+
+def _check_device(config: Config, device: str) -> None:
+    """Refuse what cannot be measured on a device: there, waiting for others happens inside what looks like computing."""
+    if device == "cpu" or not ALGORITHMS[config.algorithm.name].reduces_gradients:
+        return
+    for key, value in (
+        ("cluster.replan_epochs", config.cluster.replan_epochs),
+        ("emulate.slowdown", config.emulate.slowdown),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{key}={value}: with {config.algorithm.name} on {device} waiting cannot be told from computing; "
+                "use cocod or local, or cluster.device=cpu"
             )
-    return EXIT_STOPPED if trainer.is_stopped else 0
+
+
+def _find_place(config: Config, is_main: bool) -> Place:
+    """The main process chooses; what is wrong with its choice is said on all of them."""
+    places, error = try_together(lambda: RunFolder.find(config) if is_main else None, default_group())
+    if error is not None or places[0] is None:
+        raise ConfigError((error or "").removeprefix("rank 0: "))
+    return places[0]
+
+
+def _find_speeds(config: Config, task: Task, accelerator: Accelerator, place: Place) -> None:
+    """Those of the run that is gone on with, or measured ones."""
+    if place.is_continued:
+        saved = load_config([str(place.path / "config.yaml")]).cluster.speeds
+        if isinstance(saved, list) and len(saved) == config.cluster.num_workers:
+            config.cluster.speeds = saved
+            return
+    calibration = calibrate(config, task, accelerator)
+    config.cluster.speeds = calibration.speeds
+    plan = Work.of(config, task.num_train, rank=0).plan
+    if accelerator.is_main_process:
+        print(calibration.table(plan), flush=True)
+        calibration.save(place.path)
+        save_config(config, place.path / "config.yaml")
+
+
+def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, step: int) -> str:
+    if summary is None:
+        return f"stopped at step {step}; the same command goes on from there: {path}"
+    emulated = f" (emulated: {config.emulated})" if config.emulated else ""
+    return (
+        f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
+        f"{summary['train_seconds']:.1f} s of training{emulated}; {path}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,17 +146,17 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return _say(f"error: {error}", EXIT_BAD_INPUT)
     except NonFiniteLossError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # from whichever worker it is
         return EXIT_FAILED
+    except WorkerLostError as error:
+        if str(error):
+            print(error, file=sys.stderr, flush=True)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return _say("interrupted; the run folder holds what was written until now", EXIT_INTERRUPTED)
-    except RuntimeError as error:
-        if "gloo" not in str(error) and "NCCL" not in str(error):
-            raise
-        return _say(f"error: another worker is gone ({str(error).splitlines()[0][-120:]})", EXIT_FAILED)
 
 
 def _say(line: str, code: int) -> int:

@@ -10,6 +10,7 @@
             leave, if all workers have agreed to stop     # a request travels with the averages
             metrics row, every so many steps              # this worker's figures; nothing is gathered
         clock stops
+        checkpoint, when one is due                       # at any step; a signal or a minute, agreed at a round's end
         with sync.averaged():                             # every few epochs: evaluate the mean model, sharded and exact
             evaluate                                      # the one gather: accuracy, loss, slowest worker's seconds
         metrics row; trackers; spans
@@ -27,7 +28,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,33 @@ from tqdm import tqdm
 
 from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.attach import attach
+from cocod_accel.checkpoint import Checkpoints
 from cocod_accel.comm import bytes_of
 from cocod_accel.config import Config, ConfigError
-from cocod_accel.metrics import RunFolder, TimeToAccuracy, TrainingClock
+from cocod_accel.faults import Watch
+from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.pace import Pace, relative_speeds
+from cocod_accel.packing import flush
 from cocod_accel.runtime import has_core_each
 from cocod_accel.schedule import learning_rate, period_in_epoch, period_in_steps
-from cocod_accel.sharding import ShardSampler, WorkPlan, local_periods, plan_workers, seeded_generator, steps_in_shards
-from cocod_accel.tasks import Task
+from cocod_accel.sharding import (
+    WorkPlan,
+    balanced_batches,
+    fixed_shares,
+    local_periods,
+    plan_workers,
+    seeded_generator,
+    steps_in_shards,
+    with_batches,
+)
+from cocod_accel.tasks import Task, build_optimizer
 from cocod_accel.tasks.data import batches
 from cocod_accel.trackers import Trackers
 
 #: Batches are moved only if that makes a step at least this much shorter; moving costs a blocking average.
 _WORTH_MOVING = 0.05
+#: No worker's batch shrinks to less than this part of batch_size, nor to 1, which BatchNorm cannot take.
+_FEWEST = 8
 
 
 class NonFiniteLossError(RuntimeError):
@@ -83,14 +98,14 @@ class Work:
                 proportional=config.cluster.proportional,
                 period=periods[-1] if own_period else None,
             )
-        except ValueError as error:
-            raise ConfigError(f"batch_size={config.batch_size}: {error}") from error
-        if own_period:
             rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
-            all_steps = tuple(steps_in_shards(plan, rounds[k]) for k in periods)
+            all_steps = tuple(steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in periods)
+        except ValueError as error:
+            total = config.cluster.global_batch
+            key = f"batch_size={config.batch_size}" if total is None else f"cluster.global_batch={total}"
+            raise ConfigError(f"{key}: {error}") from error
+        if own_period:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
-        else:
-            all_steps = (plan.steps,) * len(periods)
         takes_period = kind.__init__ is Algorithm.__init__
         steps = [everybodys[rank] for everybodys in all_steps]
         algorithm = kind(period=period_in_steps(by_epoch, steps)) if takes_period else kind()
@@ -106,36 +121,56 @@ class Work:
         return self.plan.batches[self.rank]
 
 
+@dataclass
+class Position:
+    """Where a worker is in its run; what a checkpoint keeps besides model, optimizer and averages."""
+
+    #: What batches are drawn from; another one after a resumption with other workers.
+    seed: int | str
+    epoch: int = 0
+    #: Steps taken in this epoch.
+    index: int = 0
+    step: int = 0
+    samples: int = 0
+    accuracy: float = 0.0
+    best_accuracy: float = 0.0
+    #: Batches that were moved; None: those of the configuration.
+    moved_batches: list[int] | None = None
+    #: (batch, seconds) of every worker when batches were last thought of, and the share of a step that is fixed.
+    paces: list[list[float]] | None = None
+    fixed: list[float] | None = None
+    #: Of the random crops and flips.
+    generator: Tensor | None = None
+    #: Steps of this epoch, and samples of all workers: for a resumption with other workers.
+    steps: int = 0
+    all_samples: float = 0.0
+    #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
+    first_batches: list[int] = field(default_factory=list)
+    all_steps: list[int] = field(default_factory=list)
+    #: The shared step at which a checkpoint was last thought of.
+    last_shared: int = 0
+
+
 class Trainer:
     """One run on one worker."""
 
-    def __init__(self, config: Config, task: Task, model: nn.Module, accelerator: Accelerator, folder: Path) -> None:
-        self.config, self.task, self.accelerator = config, task, accelerator
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        model: nn.Module,
+        accelerator: Accelerator,
+        place: Place,
+        watch: Watch | None = None,
+    ) -> None:
+        self.config, self.task, self.accelerator, self._watch = config, task, accelerator, watch
         self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
         self.work = Work.of(config, task.num_train, self.rank)
-        if (
-            config.cluster.replan_epochs is not None
-            and self.work.algorithm.reduces_gradients
-            and accelerator.device.type != "cpu"
-        ):
-            raise ConfigError(
-                f"cluster.replan_epochs={config.cluster.replan_epochs}: with {config.algorithm.name} on "
-                f"{accelerator.device.type} the waiting for other workers cannot be told from computing; use cocod or local"
-            )
-        self.folder = RunFolder(folder)
-        self.trackers = Trackers(accelerator, config, folder)
-        options = config.optimizer
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=options.learning_rate,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            nesterov=options.nesterov,
-        )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.place, self.folder = place, RunFolder(place.path)
+        self.trackers = Trackers(accelerator, config, place.path)
+        self.model, self.optimizer = accelerator.prepare(model, build_optimizer(config, model))
         # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
         self.model.broadcast_buffers = False
-        self.sampler = self._sampler()
         self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=self.work.plan.weights[self.rank])
         if config.link is not None:
             self.sync.emulate_link(config.link)
@@ -144,62 +179,87 @@ class Trainer:
             is_busy=accelerator.device.type == "cpu" and has_core_each(),
         )
         self.sync.guard = self._check_losses
-        self.sync.listen_for_stop()
+        self.sync.listen()
+        self.checkpoints = Checkpoints(place.path / "checkpoints", self.sync, accelerator, keep=config.checkpoint.keep)
+        self.saved_at = time.monotonic()
         if config.logging.spans:
             self.sync.record_spans()
         self.clock = TrainingClock()
         self.times = TimeToAccuracy(list(config.evaluation.targets))
-        self.step = 0
-        self.samples = 0
-        self.epoch_steps = 0
+        self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
+        self.losses = torch.zeros((), device=accelerator.device)
         self.is_stopped = False
-        self.best_accuracy = 0.0
+        self._generator = torch.Generator()
         self._unchecked: list[Tensor] = []
         self._spans: list[dict[str, Any]] = []
 
     # ---- the loop
 
-    def run(self) -> dict[str, Any]:
-        """Train, and return the summary."""
+    @property
+    def step(self) -> int:
+        """Optimizer steps this worker has taken."""
+        return self.at.step
+
+    def run(self) -> dict[str, Any] | None:
+        """Train, and return the summary; None if the workers have agreed to stop before the end."""
+        epochs, every, replan = (
+            self.config.schedule.epochs,
+            self.config.checkpoint.every_epochs,
+            self.config.cluster.replan_epochs,
+        )
+        self._begin()
         bar = self._progress_bar()
-        accuracy = 0.0
-        self._write_plan(0, self.config.speeds)
-        for epoch in range(self.config.schedule.epochs):
-            loss = self._train_epoch(epoch, bar)
-            last = epoch + 1 == self.config.schedule.epochs or self.is_stopped
-            if (epoch + 1) % self.config.evaluation.every_epochs == 0 or last:
-                accuracy = self._evaluate(epoch, loss, bar)
-            self._write_spans()
+        while self.at.epoch < epochs:
+            epoch = self.at.epoch
+            self._train_epoch(epoch, bar)
             if self.is_stopped:
                 break
-            every = self.config.cluster.replan_epochs
-            if every is not None and (epoch + 1) % every == 0 and not last:
+            is_last = epoch + 1 == epochs
+            if (epoch + 1) % self.config.evaluation.every_epochs == 0 or is_last:
+                self._evaluate(epoch, bar)
+            self._write_spans()
+            self.at.epoch, self.at.index = epoch + 1, 0
+            self.losses.zero_()
+            if replan is not None and (epoch + 1) % replan == 0 and not is_last:
                 self._replan(epoch + 1, bar)
-        self.clock.start()
-        self.sync.finish()
-        self.clock.stop()
+            if every is not None and (epoch + 1) % every == 0 and not is_last:
+                self.save()
         bar.close()
-        summary = self._summary(accuracy)
-        if self.is_main:
-            self.folder.summary(summary)
-            self.trackers.finish(summary)
+        if self.is_stopped:
+            self.trackers.finish({})
+            summary = None
+        else:
+            summary = self._end()
         self._write_spans()
         self.folder.close()
         self.sync.detach()
         return summary
 
-    def _train_epoch(self, epoch: int, bar: Any) -> float:
-        """One epoch over this worker's shard; its mean loss."""
+    def _end(self) -> dict[str, Any]:
+        """The mean model, and what is known of the run."""
+        self.clock.start()
+        self.sync.finish()
+        self.clock.stop()
+        summary = self._summary()
+        if self.is_main:
+            export(self.accelerator.unwrap_model(self.model), self.folder.path / "model.safetensors")
+            self.folder.summary(summary)
+            self.trackers.finish(summary)
+        return summary
+
+    def _train_epoch(self, epoch: int, bar: Any) -> None:
+        """What is left of an epoch over this worker's shard."""
         self.model.train()
         steps = self.work.steps[epoch]
-        losses = torch.zeros((), device=self.accelerator.device)
         self.pace.slowdown = self.config.slowdown(self.rank, epoch)
         self.pace.seconds.clear()
         supply = self._batches(epoch)
+        all_per_own = self._all_samples_per_own(epoch)
         self.clock.start()
-        for index in range(steps):
+        for index in range(self.at.index, steps):
             begin = time.perf_counter()
             self.pace.begin(self.sync.exposed_seconds)
+            self._now_at(f"step {self.at.step + 1}")
             inputs, labels = next(supply)
             self._set_learning_rate(epoch + index / steps)
             self.optimizer.zero_grad()
@@ -207,41 +267,52 @@ class Trainer:
                 loss = nn.functional.cross_entropy(self.model(inputs), labels)
             self.accelerator.backward(loss)
             self._unchecked.append(loss.detach())
-            self.step += 1
-            self.samples += len(labels)
+            self.at.step += 1
+            self.at.index += 1
+            self.at.samples += len(labels)
+            self.at.all_samples += len(labels) * all_per_own
+            self.optimizer.step()
+            self.losses += loss.detach()
             stretched = self.pace.end(self.sync.exposed_seconds)
             if stretched is not None:
                 self._span("stretch", *stretched)
-            self.optimizer.step()
-            losses += loss.detach()
             self._span("compute", begin, time.perf_counter())
             bar.update()
             log = self.step % self.config.logging.every_steps == 0
             if log:
                 self._log_step(epoch, loss, bar)
-            if self.sync.stop_agreed(ask_now=log):
-                self.is_stopped = True
-                break
+            agreed = self.sync.agreed(ask_now=log)
+            if agreed.stop or agreed.save or self._is_save_due():
+                self.save()
+                if agreed.stop:
+                    self.is_stopped = True
+                    break
         self._check_losses()
         self.clock.stop()
-        self.epoch_steps = index + 1
-        return losses.item() / self.epoch_steps
-
-    def _sampler(self) -> ShardSampler:
-        across = self.config.cluster.shuffle == "across"
-        return self.work.plan.sampler(self.rank, seed=self.config.seed, across=across)
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        indices = self.sampler.epoch(epoch, self.work.all_steps[epoch])
-        generator = seeded_generator(self.config.seed, "augment", self.rank, epoch)
-        return batches(
+        """What is left of this worker's batches in an epoch."""
+        across = self.config.cluster.shuffle == "across"
+        sampler = self.work.plan.sampler(self.rank, seed=self.at.seed, across=across)
+        indices = sampler.epoch(epoch, self.work.all_steps[epoch])
+        self._generator = seeded_generator(self.at.seed, "augment", self.rank, epoch)
+        skipped = self.at.index
+        if skipped and self.config.loader_workers == 0:
+            indices = indices[skipped * self.work.batch :]
+            if self.at.generator is not None:
+                self._generator.set_state(self.at.generator)
+        supply = batches(
             self.task.train,
             indices,
             self.work.batch,
             self.accelerator.device,
-            generator=generator,
+            generator=self._generator,
             loader_workers=self.config.loader_workers,
         )
+        if self.config.loader_workers > 0:  # their random numbers can only be drawn again
+            for _ in range(skipped):
+                next(supply)
+        return supply
 
     def _set_learning_rate(self, epoch: float) -> None:
         base, schedule = self.config.optimizer.learning_rate, self.config.schedule
@@ -263,38 +334,142 @@ class Trainer:
                     f"worker {self.rank}: the loss is not finite at step {step}; lower the learning rate"
                 )
 
+    def _now_at(self, where: str) -> None:
+        if self._watch is not None:
+            self._watch.doing = where
+
+    # ---- checkpoints
+
+    def _begin(self) -> None:
+        """Go on where a checkpoint was taken, or write the first one."""
+        resumed = None
+        if self.place.is_continued or self.place.start is not None:
+            resumed = self.checkpoints.resume(self.place.start, is_same=self._is_same_plan)
+        if resumed is None:
+            self.folder.cut(self.rank, {"metrics": 0, "spans": 0})
+            self.save()
+            self._write_plan(0, self.config.speeds)
+            return
+        saved = dict(resumed.position)
+        own = saved.pop("own")
+        self.at = Position(**saved)
+        if self.place.start is None:
+            self.folder.cut(self.rank, own["sizes"])
+        self.clock.load_state(own["clock"])
+        self.times.seconds.update({t: s for t, s in own["times"].items() if t in self.times.seconds})
+        self.losses.copy_(own["losses"])
+        if resumed.is_exact:
+            if self.at.moved_batches is not None:
+                self.work = replace(self.work, plan=with_batches(self.work.plan, self.at.moved_batches))
+                self.sync.restore_weights(self.work.plan.weights)
+        else:
+            self._go_on_otherwise()
+        if self.is_main:
+            how = "" if resumed.is_exact else f"; from the mean of {resumed.num_workers} workers, with batches planned anew"
+            print(f"resumed from {resumed.path} at step {self.step}, epoch {self.at.epoch + 1}{how}", flush=True)
+        if not resumed.is_exact or self.place.start is not None or self.step == 0:
+            self._write_plan(self.at.epoch, self.config.speeds)
+
+    def _go_on_otherwise(self) -> None:
+        """Other workers than those that saved: the same share of the epoch is behind all of them."""
+        at = self.at
+        steps = self.work.steps[at.epoch] if at.epoch < len(self.work.steps) else 0
+        at_start = sum(self.work.steps[: at.epoch])
+        period = 1 if self.work.algorithm.same_period else self.work.algorithm.period.at(at_start)
+        rounds = int(at.index / max(at.steps, 1) * (steps // period))
+        # The mean loss of the epoch so far stays what it was.
+        self.losses.mul_(rounds * period / max(at.index, 1))
+        at.index, at.generator, at.first_batches = rounds * period, None, list(self.work.plan.batches)
+        at.moved_batches = at.paces = at.fixed = None
+        at.seed = f"{self.config.seed}/resumed at {at.step}"
+        at.samples = round(at.all_samples / self._all_samples_per_own(min(at.epoch, len(self.work.steps) - 1)))
+        self.sync.start_at(at_start + at.index)
+
+    def _is_same_plan(self, position: Any) -> bool:
+        """Whether a saved worker had this worker's batches; worker 0 asks, for all."""
+        steps = self._all_steps(position["epoch"])
+        return bool(position["first_batches"] == list(self.work.plan.batches) and position["all_steps"] == steps)
+
+    def _all_steps(self, epoch: int) -> list[int]:
+        """Every worker's in an epoch; after the last one, those of the last."""
+        return list(self.work.all_steps[min(epoch, len(self.work.all_steps) - 1)])
+
+    def save(self) -> None:
+        """All workers write a checkpoint; not training time."""
+        self._now_at(f"the checkpoint of step {self.at.step}")
+        self._check_losses()
+        running = self.clock.is_running
+        self.clock.stop()
+        self._write_spans()
+        own = {
+            "sizes": self.folder.sizes(self.rank),
+            "clock": self.clock.state(),
+            "times": self.times.seconds,
+            "losses": self.losses,
+        }
+        epoch = min(self.at.epoch, len(self.work.steps) - 1)
+        self.at.steps = self.work.steps[epoch]
+        self.at.generator = self._generator.get_state()
+        self.at.all_steps = self._all_steps(epoch)
+        self.checkpoints.save({**vars(self.at), "own": own}, name=f"step_{self._shared_step():010d}")
+        self.saved_at = time.monotonic()
+        if running:
+            self.clock.start()
+
+    def _shared_step(self) -> int:
+        """The steps of the worker that takes fewest; the same on all of them where they meet."""
+        epoch = min(self.at.epoch, len(self.work.steps) - 1)
+        slowest = min(range(len(self.work.plan.batches)), key=lambda rank: self.work.all_steps[epoch][rank])
+        before = sum(steps[slowest] for steps in self.work.all_steps[: self.at.epoch])
+        return before + self.at.index * self.work.all_steps[epoch][slowest] // self.work.steps[epoch]
+
+    def _is_save_due(self) -> bool:
+        """Whether a checkpoint is due by the number of steps. Minutes are asked for, because clocks differ."""
+        options = self.config.checkpoint
+        minutes = (time.monotonic() - self.saved_at) / 60
+        if self.is_main and options.every_minutes is not None and minutes >= options.every_minutes:
+            self.saved_at = time.monotonic()
+            self.sync.request(save=True)
+        if options.every_steps is None or not (self.work.algorithm.same_period or self.sync.is_round_start):
+            return False
+        now, before = self._shared_step(), self.at.last_shared
+        self.at.last_shared = now
+        return now // options.every_steps > before // options.every_steps
+
     # ---- batches that follow the workers' speeds
 
     def _replan(self, epoch: int, bar: Any) -> None:
         """Move batches to the speeds of the epoch that has ended. The global batch stays, and with it rate and steps."""
         batches = self.work.plan.batches
         seconds = [row[0] for row in self._gather([self.pace.median_seconds()])]
-        speeds = relative_speeds(batches, seconds)
-        plan = plan_workers(
-            speeds, self.task.num_train, base_batch=self.config.batch_size, global_batch=sum(batches), proportional=True
-        )
-        assert plan.steps == self.work.plan.steps, "the same sum of batches has the same steps"
-        expected = [s * new / old for s, new, old in zip(seconds, plan.batches, batches, strict=True)]
-        if max(expected) > (1 - _WORTH_MOVING) * max(seconds):
+        paces = [[float(m), s] for m, s in zip(batches, seconds, strict=True)]
+        before = [(int(m), s) for m, s in self.at.paces or paces]
+        fixed = fixed_shares(batches, seconds, before, self.at.fixed or [0.0] * len(batches))
+        self.at.paces, self.at.fixed = paces, fixed
+        smallest = min(max(2, self.config.batch_size // _FEWEST), *batches)
+        moved, expected = balanced_batches(batches, seconds, fixed, smallest)
+        if expected > (1 - _WORTH_MOVING) * max(seconds):
             return
+        plan = with_batches(self.work.plan, moved)
         self.clock.start()
         self.sync.reweight(plan.weights[self.rank])
         self.clock.stop()
         self.work = replace(self.work, plan=plan)
-        self.sampler = self._sampler()
-        self._write_plan(epoch, speeds)
+        self.at.moved_batches = moved
+        self._write_plan(epoch, relative_speeds(batches, seconds))
         if self.is_main:
-            moved = f"{', '.join(map(str, batches))} -> {', '.join(map(str, plan.batches))}"
+            shown = f"{', '.join(map(str, batches))} -> {', '.join(map(str, moved))}"
             bar.clear()
             print(
-                f"epoch {epoch + 1}: batches {moved}; a step's computation {1e3 * max(seconds):.1f} -> "
-                f"{1e3 * max(expected):.1f} ms expected",
+                f"epoch {epoch + 1}: batches {shown}; the longest step {1e3 * max(seconds):.1f} -> "
+                f"{1e3 * expected:.1f} ms expected{self._note}",
                 flush=True,
             )
 
     # ---- evaluation
 
-    def _evaluate(self, epoch: int, loss: float, bar: Any) -> float:
+    def _evaluate(self, epoch: int, bar: Any) -> None:
+        self._now_at(f"the evaluation after epoch {epoch + 1}")
         with self.sync.averaged():
             self.model.eval()
             sums = torch.zeros(2, dtype=torch.float64)
@@ -308,13 +483,14 @@ class Trainer:
                         outputs = self.accelerator.unwrap_model(self.model)(inputs)
                     sums[0] += (outputs.argmax(1) == labels).sum().item()
                     sums[1] += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
-        samples = self.epoch_steps * self.work.batch
+        samples = self.at.index * self.work.batch
+        loss = self.losses.item() / self.at.index
         mine = [*sums.tolist(), loss * samples, float(samples), self.clock.seconds]
         rows = self._gather(mine)
         correct, test_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(4))
         seconds = max(row[4] for row in rows)
         accuracy = correct / self.task.num_test
-        self.best_accuracy = max(self.best_accuracy, accuracy)
+        self.at.accuracy, self.at.best_accuracy = accuracy, max(self.at.best_accuracy, accuracy)
         self.times.note(accuracy, seconds)
         row = {
             "epoch": epoch + 1,
@@ -327,11 +503,10 @@ class Trainer:
         if self.is_main and bar.disable:
             print(
                 f"epoch {epoch + 1:3d}/{self.config.schedule.epochs}  accuracy {accuracy:.4f}  "
-                f"train loss {row['train_loss']:.4f}  {seconds:.1f} s training",
+                f"train loss {row['train_loss']:.4f}  {seconds:.1f} s training{self._note}",
                 flush=True,
             )
         bar.set_postfix(accuracy=f"{accuracy:.4f}", refresh=False)
-        return accuracy
 
     def _gather(self, values: list[float]) -> list[list[float]]:
         tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
@@ -349,7 +524,7 @@ class Trainer:
             "loss": loss.item(),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "train_seconds": seconds,
-            "samples_per_second": self.samples * self._all_samples_per_own(epoch) / seconds,
+            "samples_per_second": self.at.all_samples / seconds,
             "rounds": stats.rounds,
             "comm_bytes": stats.bytes,
             "comm_exposed_seconds": stats.exposed_seconds,
@@ -371,6 +546,10 @@ class Trainer:
             self.folder.row({"kind": "plan", "step": self.step, **row, **self._label})
 
     @property
+    def _note(self) -> str:
+        return "" if self.config.emulated is None else " (emulated)"
+
+    @property
     def _label(self) -> dict[str, Any]:
         return {} if self.config.emulated is None else {"emulated": True}
 
@@ -379,7 +558,7 @@ class Trainer:
             return
         self.folder.row({"kind": kind, "step": self.step, **row, **self._label})
         values = {f"{'comm/' if k.startswith(('comm_', 'drift', 'rounds')) else kind + '/'}{k}": v for k, v in row.items()}
-        self.trackers.log({**values, "train_seconds": row["train_seconds"]}, step=self.step)
+        self.trackers.log({**values, "train_seconds": row["train_seconds"], **self._label}, step=self.step)
         if kind == "train":
             share = row["comm_exposed_seconds"] / row["train_seconds"]
             bar.set_description(
@@ -401,13 +580,15 @@ class Trainer:
 
     def _progress_bar(self) -> Any:
         hidden = not (self.is_main and sys.stderr.isatty())
-        return tqdm(total=sum(self.work.steps), disable=hidden, unit="step", leave=False, dynamic_ncols=True)
+        done = sum(self.work.steps[: self.at.epoch]) + self.at.index
+        total = sum(self.work.steps)
+        return tqdm(total=total, initial=done, disable=hidden, unit="step", leave=False, dynamic_ncols=True)
 
-    def _summary(self, accuracy: float) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         stats, config = self.sync.stats(), self.config
         digest = model_digest(self.accelerator.unwrap_model(self.model))
         rows = self._gather(
-            [self.clock.seconds, stats.bytes, stats.exposed_seconds, stats.hidden_seconds, self.samples, float(digest)]
+            [self.clock.seconds, stats.bytes, stats.exposed_seconds, stats.hidden_seconds, self.at.samples, float(digest)]
         )
         if len({row[5] for row in rows}) != 1:
             raise RuntimeError("the workers' models differ after the last average; please report this with the run folder")
@@ -426,10 +607,9 @@ class Trainer:
             "emulated": config.emulated,
             "steps": self.step,
             "epochs": config.schedule.epochs,
-            "stopped_early": self.is_stopped,
             "rounds": stats.rounds,
-            "best_accuracy": self.best_accuracy,
-            "final_accuracy": accuracy,
+            "best_accuracy": self.at.best_accuracy,
+            "final_accuracy": self.at.accuracy,
             "train_seconds": seconds,
             "time_to_accuracy": {f"{target:g}": reached for target, reached in self.times.seconds.items()},
             "comm_bytes": int(num_bytes),
@@ -438,6 +618,17 @@ class Trainer:
             "samples_per_second": samples / seconds,
             "model_digest": digest,
         }
+
+
+def export(model: nn.Module, path: Path) -> None:
+    """A model that ``model.load_state_dict(safetensors.torch.load_file(path))`` takes."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    # Copies: safetensors refuses memory that two names share, and a loader wants all of them.
+    save_file({name: value.detach().cpu().clone() for name, value in model.state_dict().items()}, temporary)
+    flush(temporary)
+    temporary.replace(path)
 
 
 def model_digest(model: nn.Module) -> int:

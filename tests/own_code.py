@@ -52,3 +52,8 @@ class Exploding(nn.Module):
 
 def explode() -> nn.Module:
     return Exploding()
+
+
+def with_dropout_and_batch_norm() -> nn.Module:
+    """Everything that makes resuming hard: random numbers in the forward, statistics in buffers."""
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, 10))

@@ -25,9 +25,14 @@ LIBRARY = [
     "sharding",
     "pace",
     "loading",
+    "packing",
+    "checkpoint",
+    "packing",
+    "checkpoint",
 ]
 TRAINER = [
-    "schedule", "tables", "config", "runtime", "tasks", "calibration", "metrics", "trackers", "trainer", "report", "train",
+    "schedule", "tables", "config", "runtime", "tasks", "calibration",
+    "faults", "metrics", "trackers", "trainer", "report", "train",
     "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER

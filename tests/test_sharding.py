@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocod_accel.schedule import learning_rate, period_in_steps
-from cocod_accel.sharding import local_periods, plan_workers, proportional_batches, split_batch, steps_in_shards
+from cocod_accel.sharding import (
+    balanced_batches,
+    fixed_shares,
+    local_periods,
+    plan_workers,
+    proportional_batches,
+    split_batch,
+    steps_in_shards,
+)
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=1000)
 
@@ -129,7 +137,8 @@ def test_a_sampler_gives_batches_and_counts_epochs() -> None:
     assert flat(first) == plan.sampler(1, seed=5).epoch(0).tolist()
     assert flat(second) == plan.sampler(1, seed=5).epoch(1).tolist() != flat(first)
     sampler.set_epoch(0)
-    assert list(sampler) == first
+    assert next(iter(sampler)) == first[0]
+    assert list(sampler) == first, "a look at the first batch is no epoch"
     with pytest.raises(ValueError, match="rank=2 is not one of the 2 workers"):
         plan.sampler(2)
 
@@ -160,8 +169,59 @@ def test_impossible_plans_are_refused() -> None:
         plan_workers([1, 1, 1], 100, base_batch=4, global_batch=2)
     with pytest.raises(ValueError, match="global_batch=9 does not divide into 2 equal batches"):
         plan_workers([1, 2], 100, base_batch=4, global_batch=9, period=5)
+    with pytest.raises(ValueError, match="over 1,000,000 times the slowest"):
+        plan_workers([1e-300, 1e300], 100, base_batch=4)
+    with pytest.raises(TypeError, match=r"base_batch=2\.5 is not an int"):
+        plan_workers([1, 1], 100, base_batch=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="period=0 is no round"):
+        plan_workers([1, 1], 100, base_batch=2, period=0)
+    with pytest.raises(ValueError, match="-5 training samples are fewer than"):
+        plan_workers([1, 1], -5, base_batch=2)
+    with pytest.raises(ValueError, match=r"a round of .* steps does not fit into an epoch"):
+        steps_in_shards(plan_workers([1, 2], 100, base_batch=4, period=1), [50, 100])
     with pytest.raises(ValueError, match="63 training samples are fewer than the 64 that 2 worker"):
         plan_workers([1, 1], 63, base_batch=32)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(2, 200), st.floats(1e-3, 10), st.floats(0, 0.9)), min_size=1, max_size=20),
+    st.integers(1, 2),
+)
+def test_balanced_batches_keep_the_sum_and_the_smallest(rows: list[tuple[int, float, float]], smallest: int) -> None:
+    batches, seconds, fixed = ([row[i] for row in rows] for i in range(3))
+    moved, end = balanced_batches(batches, seconds, fixed, smallest)  # type: ignore[arg-type]
+    assert sum(moved) == sum(batches)
+    assert min(moved) >= smallest
+    ends = [s * (f + (1 - f) * new / m) for s, f, new, m in zip(seconds, fixed, moved, batches, strict=True)]
+    assert end == pytest.approx(max(ends))
+
+
+@pytest.mark.parametrize(("fixed", "a_sample"), [(0.0, 1.0), (10.0, 1.0), (100.0, 0.01)])
+def test_moving_batches_settles_whatever_a_step_costs_besides_its_samples(fixed: float, a_sample: float) -> None:
+    """A worker 3 times slower, whose step takes 3 * (fixed + a_sample * batch)."""
+
+    def seconds_of(batches: list[int]) -> list[float]:
+        return [slow * (fixed + a_sample * m) for slow, m in zip((3, 1), batches, strict=True)]
+
+    batches, shares = [64, 64], [0.0, 0.0]
+    before = list(zip(batches, seconds_of(batches), strict=True))
+    for _ in range(8):
+        seconds = seconds_of(batches)
+        shares = fixed_shares(batches, seconds, before, shares)
+        before = list(zip(batches, seconds, strict=True))
+        moved, expected = balanced_batches(batches, seconds, shares, smallest=4)
+        if expected <= 0.95 * max(seconds):
+            batches = moved
+    best = min(range(4, 125), key=lambda m: max(seconds_of([m, 128 - m])))
+    assert max(seconds_of(batches)) <= 1.06 * max(seconds_of([best, 128 - best]))
+
+
+def test_what_is_fixed_in_a_step_is_learnt_from_two_batches() -> None:
+    assert fixed_shares([4], [14.0], [(8, 18.0)], [0.0]) == pytest.approx([10 / 14])
+    assert fixed_shares([8], [18.0], [(8, 18.0)], [0.3]) == [0.3], "nothing new"
+    assert fixed_shares([4], [40.0], [(8, 18.0)], [0.3]) == [0.0], "less work in more time: another worker now"
+    assert fixed_shares([4], [9.0], [(8, 18.0)], [0.3]) == pytest.approx([0.0])
 
 
 def test_the_learning_rate_warms_up_step_by_step_and_decays() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cocod_accel import ALGORITHMS, cli, train
+from cocod_accel.checkpoint import checkpoints_in
 from cocod_accel.config import load_config
 from cocod_accel.report import comparison, read_summary
 from cocod_accel.trainer import Trainer
@@ -367,14 +368,17 @@ def stopped_by_one(rank: int, arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_a_stop_asked_of_one_worker_is_agreed_by_all_at_a_round_end(name: str, tmp_path: Path) -> None:
+def test_a_stop_asked_of_one_worker_is_agreed_by_all_at_a_round_end_and_saved(name: str, tmp_path: Path) -> None:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"algorithm.name={name}", "schedule.epochs=50"]
     arguments += [f"output={tmp_path}", "name=stopped", "logging.trackers=[]", "algorithm.period=4"]
     assert run_workers(2, stopped_by_one, arguments) == [143, 143]
-    summary = read_summary(tmp_path / "stopped")
-    assert summary["stopped_early"] is True
+    run = tmp_path / "stopped"
+    assert not (run / "summary.json").exists(), "it is not finished"
     # Asked at step 9: local averages next at 12; cocod launches then and learns of it at 16; the others ask every 5 steps.
-    assert summary["steps"] == {"local": 12, "asynlocal": 12, "cocod": 16, "ssgd": 10, "pipe": 10}[name]
+    stopped = {"local": 12, "asynlocal": 12, "cocod": 16, "ssgd": 10, "pipe": 10}[name]
+    newest = checkpoints_in(run / "checkpoints")[0]
+    assert newest.name == f"step_{stopped:010d}"
+    assert len(list(newest.glob("worker_*.safetensors"))) == 2
 
 
 # ------------------------------------------------------------------------------------ list, doctor, compare

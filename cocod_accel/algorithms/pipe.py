@@ -54,7 +54,7 @@ class PipeSGD(Algorithm):
         assert self._spare is not None
         for buffer in self._spare.buffers:
             self.replica.weights.scale_gradient_(buffer)
-        handle = self.replica.comm.launch(self._spare.buffers)
+        handle = self.replica.traffic.sends(self.replica.comm.launch(self._spare.buffers))
         self._wait()
         self._deliver(gradients)
         self._previous, self._spare, self._handle = self._spare, self._previous, handle

@@ -41,7 +41,7 @@ class SSGD(Algorithm):
     def reduce(self, bucket: Bucket) -> None:
         self.poll()
         self.replica.weights.scale_gradient_(bucket.flat)
-        self._handles.append(self.replica.comm.launch([bucket.flat]))
+        self._handles.append(self.replica.traffic.sends(self.replica.comm.launch([bucket.flat])))
 
     def complete(self, buckets: list[Bucket]) -> None:
         handles, self._handles = self._handles, []

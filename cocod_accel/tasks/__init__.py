@@ -7,13 +7,14 @@ import importlib
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.tasks.data import DATASETS, Task, own_task
 from cocod_accel.tasks.models import MODELS
 
-__all__ = ["DATASETS", "MODELS", "Task", "build_model", "build_task"]
+__all__ = ["DATASETS", "MODELS", "Task", "build_model", "build_optimizer", "build_task"]
 
 
 def build_task(config: Config) -> Task:
@@ -41,6 +42,18 @@ def build_model(config: Config, task: Task) -> nn.Module:
         )
     built: nn.Module = _choose(MODELS, name, "model.name")(task.input_shape, task.num_classes)
     return built
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that ``optimizer`` names."""
+    options = config.optimizer
+    rate, decay = options.learning_rate, options.weight_decay
+    if options.name == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr=rate, momentum=options.momentum, weight_decay=decay, nesterov=options.nesterov
+        )
+    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+    return kind(model.parameters(), lr=rate, weight_decay=decay)
 
 
 def _choose(table: dict[str, Any], name: str, key: str) -> Any:

@@ -99,7 +99,10 @@ def batches(
             yield data.batch(chosen, device, generator)
         return
     groups = [chosen.tolist() for chosen in indices.split(batch_size)]
-    loader = DataLoader(data, batch_sampler=groups, num_workers=loader_workers, pin_memory=device.type == "cuda")
+    # A generator of the caller's also seeds the loader's processes; torch's own would be drawn from at another place in a
+    # run that was resumed.
+    pin = device.type == "cuda"
+    loader = DataLoader(data, batch_sampler=groups, num_workers=loader_workers, pin_memory=pin, generator=generator)
     for inputs, labels in loader:
         yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 

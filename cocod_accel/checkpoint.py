@@ -1,0 +1,383 @@
+"""Checkpoints that every worker takes part in, because every worker holds a different model in the middle of a round.
+
+One folder per checkpoint: ``worker_N.safetensors`` with a worker's model, optimizer, average in flight, round position,
+random numbers and whatever the caller adds; what accelerate keeps itself (schedulers); and ``checkpoint.json``, written
+last, with a hash of every file. A folder gets its name only when all of it is on disk: there is never half a checkpoint.
+
+Nothing is unpickled that is not restricted to tensors and numbers (``weights_only=True``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cocod_accel import packing
+from cocod_accel.attach import Sync
+from cocod_accel.comm import try_together
+from cocod_accel.ddp import unwrap
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+_VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; one line says which and why. Nothing has been changed."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What training goes on from."""
+
+    path: Path
+    #: What this worker passed to ``save``; worker 0's, if the number of workers has changed.
+    position: Any
+    #: Every worker goes on bit for bit; else all go on from the weighted mean of the saved workers.
+    is_exact: bool
+    num_workers: int
+
+
+class Checkpoints:
+    """Saves and restores a model that :func:`~cocod_accel.attach` trains, on all workers together.
+
+    Args:
+        folder: where checkpoints are kept; on a file system that all workers share.
+        sync: what ``attach`` returned.
+        accelerator: in accelerate loops; its own ``save_state`` and ``load_state`` then carry every worker's state too.
+        keep: how many checkpoints to keep.
+    """
+
+    def __init__(self, folder: str | Path, sync: Sync, accelerator: Any = None, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep} would delete every checkpoint; use at least 1")
+        self.folder = Path(folder)
+        self.keep = keep
+        self._sync, self._accelerator = sync, accelerator
+        self._subject = sync.subject
+        self._group = self._subject.group
+        self._rank, self._num_workers = sync.rank, sync.num_workers
+        self._scaler: Any = getattr(accelerator, "scaler", None)
+        self._position: Any = None
+        if accelerator is not None:
+            accelerator.register_save_state_pre_hook(self._save_hook)
+            accelerator.register_load_state_pre_hook(self._load_hook)
+
+    # ---- saving
+
+    def save(self, position: Any = None, *, name: str | None = None) -> Path | None:
+        """Write a checkpoint; None, with a warning, if that failed on any worker. Collective, at the same step everywhere.
+
+        ``position``: numbers, strings, tensors, lists and dicts that tell the loop where to go on; each worker its own.
+        """
+        self._position = position
+
+        def prepare() -> str:
+            final = name or f"attempt_{self._sync.attempts:010d}"
+            if self._rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for left in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
+                    shutil.rmtree(left)
+                (self.folder / f".{final}.tmp").mkdir()
+            return final
+
+        def write() -> dict[str, Any]:
+            if self._accelerator is not None:
+                self._accelerator.save_state(str(temporary))
+            else:
+                self._save_hook([], [], str(temporary))
+            return {"weight": self._sync.weight, **_described(temporary / _worker_file(self._rank))}
+
+        def publish(reports: list[dict[str, Any]]) -> None:
+            if self._rank != 0:
+                return
+            missing = [rank for rank in range(self._num_workers) if not (temporary / _worker_file(rank)).is_file()]
+            if missing:
+                raise OSError(f"workers {missing} wrote elsewhere; {self.folder} must be shared by all workers")
+            files = {_worker_file(rank): report for rank, report in enumerate(reports)}
+            for path in sorted(temporary.iterdir()):
+                if path.name not in files:
+                    packing.flush(path)
+                    files[path.name] = _described(path)
+            manifest = {
+                "version": _VERSION,
+                "algorithm": self._sync.algorithm,
+                "weights": [report.pop("weight") for report in reports],
+                "files": files,
+            }
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            packing.flush(temporary / MANIFEST)
+            packing.flush(temporary)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            packing.flush(self.folder)
+            for old in self.all()[self.keep :]:
+                shutil.rmtree(old)
+
+        names, error = try_together(prepare, self._group)
+        final = self.folder / (names[0] if names else "")
+        temporary = self.folder / f".{final.name}.tmp"
+        reports: list[dict[str, Any]] = []
+        if error is None:
+            reports, error = try_together(write, self._group)
+        if error is None:
+            _, error = try_together(lambda: publish(reports), self._group)
+        self._position = None
+        if error is None:
+            return final
+        if self._rank == 0:
+            if names:
+                shutil.rmtree(temporary, ignore_errors=True)
+            kept = self.all()
+            then = f"{kept[0]} is kept" if kept else "there is none yet"
+            logger.warning("a checkpoint could not be written in %s (%s); %s", self.folder, error, then)
+        return None
+
+    def all(self) -> list[Path]:
+        """The checkpoints that are there, the newest first."""
+        return checkpoints_in(self.folder)
+
+    def _save_hook(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """On every worker, before accelerate writes its own files."""
+        index = self._index_in(models)
+        if index is not None and weights:
+            del weights[index]  # accelerate would keep worker 0's model only
+        module = self._subject.module
+        model = dict(module.state_dict())
+        tree = {
+            "model": model,
+            # Non-persistent buffers are no part of a state_dict, but they are part of where this worker is.
+            "buffers": {name: value for name, value in module.named_buffers() if name not in model},
+            "optimizers": [optimizer.state_dict() for optimizer in self._subject.optimizers],
+            "sync": self._sync.state_dict(),
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "random": _random_state(),
+            "position": self._position,
+        }
+        packing.write(Path(folder) / _worker_file(self._rank), tree)
+
+    # ---- restoring
+
+    def resume(self, path: str | Path | None = None, *, is_same: Callable[[Any], bool] | None = None) -> Resumed | None:
+        """Go on from ``path``, or from the newest checkpoint that is whole; None if there is none. Collective.
+
+        Another number of workers goes on from their weighted mean; so does a position that ``is_same`` says no to.
+        """
+        candidates = self.all() if path is None else [Path(path)]
+        if not candidates:
+            return None
+        problems = []
+        for candidate in candidates:
+            checked, error = try_together(lambda c=candidate: self._check(c), self._group)  # type: ignore[misc]
+            if error is None:
+                weights, position = checked[0]
+                is_exact = len(weights) == self._num_workers and (is_same is None or is_same(position))
+                return self._restore(candidate, weights, is_exact)
+            problems.append(f"{candidate}: {error}")
+            if self._rank == 0 and candidate != candidates[-1]:
+                logger.warning("checkpoint %s cannot be used (%s); trying the one before", candidate, error)
+        raise CheckpointError(f"no checkpoint can be used; {problems[0]}")
+
+    def _check(self, path: Path) -> tuple[list[float], Any]:
+        """Worker 0 looks at the files that all need, each worker at its own. The saved weights and a position."""
+        manifest = read_manifest(path)
+        num_workers = len(manifest["weights"])
+        own = {_worker_file(self._rank)} if num_workers == self._num_workers else set(manifest["files"])
+        shared = {name for name in manifest["files"] if not name.startswith("worker_")} if self._rank == 0 else set()
+        check_files(path, manifest, own | shared)
+        if self._rank == 0:
+            extra = {entry.name for entry in path.iterdir()} - set(manifest["files"]) - {MANIFEST}
+            if extra:
+                raise ValueError(f"holds files that were not written with it: {', '.join(sorted(extra))}")
+        saved, attached = manifest["algorithm"], self._sync.algorithm
+        if saved != attached:
+            raise ValueError(f"was saved with {saved}, attached is {attached}")
+        tree = packing.read(path / _worker_file(self._rank if num_workers == self._num_workers else 0))
+        _check_model(self._subject.module, tree["model"])
+        return manifest["weights"], tree["position"]
+
+    def _restore(self, path: Path, weights: list[float], is_exact: bool) -> Resumed:
+        if is_exact:
+
+            def load() -> None:
+                if self._accelerator is not None:
+                    self._accelerator.load_state(str(path))
+                else:
+                    self._load_hook([], str(path))
+
+            _, error = try_together(load, self._group)
+            if error is not None:
+                raise CheckpointError(f"{path}: {error}")
+            if self._scaler is not None:
+                self._scaler.load_state_dict(self._loaded["scaler"])
+            _set_random_state(self._loaded["random"])
+            return Resumed(path, self._loaded["position"], True, len(weights))
+        tree = merged([path / _worker_file(rank) for rank in range(len(weights))], weights)
+        self._load_model(tree)
+        for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self._sync.load_state_dict({**tree["sync"], "in_flight": None, "round_start": tree["sync"]["attempts"]})
+        return Resumed(path, tree["position"], False, len(weights))
+
+    def _load_hook(self, models: list[nn.Module], folder: str) -> None:
+        """On every worker, before accelerate reads its own files."""
+        index = self._index_in(models)
+        if index is not None:
+            del models[index]
+        tree = packing.read(Path(folder) / _worker_file(self._rank))
+        self._load_model(tree)
+        prepared = [wrapper.optimizer for wrapper in getattr(self._accelerator, "_optimizers", [])]
+        for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+            if any(optimizer is other for other in prepared):
+                _replace_next_state(optimizer, state)  # accelerate is about to load worker 0's
+            else:
+                optimizer.load_state_dict(state)
+        self._sync.load_state_dict(tree["sync"])
+        self._loaded = tree
+
+    def _load_model(self, tree: Any) -> None:
+        module = self._subject.module
+        module.load_state_dict(tree["model"])
+        with torch.no_grad():
+            for name, value in tree["buffers"].items():
+                module.get_buffer(name).copy_(value)
+
+    def _index_in(self, models: Sequence[nn.Module]) -> int | None:
+        found = [index for index, model in enumerate(models) if unwrap(model)[0] is self._subject.module]
+        return found[0] if found else None
+
+
+# --------------------------------------------------------------------------------------- files and folders
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first. A folder without a manifest is none."""
+    found = [path for path in folder.glob("*") if (path / MANIFEST).is_file() and not path.name.startswith(".")]
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a checkpoint consists of."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        version, files, weights = manifest["version"], manifest["files"], manifest["weights"]
+        well_formed = isinstance(files, dict) and isinstance(weights, list) and bool(weights)
+    except FileNotFoundError as error:
+        raise ValueError(f"has no {MANIFEST}; give the folder of a checkpoint") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
+    if version != _VERSION or not well_formed:
+        raise ValueError(f"{MANIFEST} is of another version ({version}); use the release that wrote it")
+    return manifest
+
+
+def check_files(path: Path, manifest: dict[str, Any], names: set[str]) -> None:
+    """Refuse a checkpoint in which one of these files is not what was written."""
+    for name in sorted(names):
+        expected, file = manifest["files"].get(name), path / name
+        if expected is None or Path(name).name != name:
+            raise ValueError(f"{name} is not listed in {MANIFEST}")
+        if not file.is_file():
+            raise ValueError(f"{name} is missing")
+        if file.stat().st_size != expected["bytes"]:
+            raise ValueError(f"{name} is truncated: {file.stat().st_size} of {expected['bytes']} bytes")
+        if packing.digest(file) != expected["blake2b"]:
+            raise ValueError(f"{name} has been changed since it was written")
+
+
+def _worker_file(rank: int) -> str:
+    return f"worker_{rank}.safetensors"
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
+
+
+def _check_model(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Refuse the state of another model, before anything is changed."""
+    here = {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    there = {name: tuple(value.shape) for name, value in saved.items() if isinstance(value, Tensor)}
+    for name in here.keys() | there.keys():
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"is of another model: {name} has shape {there.get(name, 'none')} in it and {here.get(name, 'none')} here"
+            )
+
+
+def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The next ``load_state_dict`` of ``optimizer`` takes ``state``, whatever it is given."""
+
+    def replaced(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        handle.remove()
+        return state
+
+    handle = optimizer.register_load_state_dict_pre_hook(replaced)
+
+
+# ------------------------------------------------------------------------------- another number of workers
+
+
+def merged(files: Sequence[Path], weights: Sequence[float]) -> Any:
+    """One state from those of all saved workers: floating values are weighted means, counters the largest."""
+    states = [packing.read(file) for file in files]
+    parts = [{key: state[key] for key in ("model", "buffers", "optimizers")} for state in states]
+    sync = {key: max(state["sync"][key] for state in states) for key in ("attempts", "rounds")}
+    return {**_merge(parts, weights), "sync": {**states[0]["sync"], **sync}, "position": states[0]["position"]}
+
+
+def _merge(nodes: Sequence[Any], weights: Sequence[float], key: Any = None) -> Any:
+    first = nodes[0]
+    if isinstance(first, dict):
+        held = {name: [i for i, node in enumerate(nodes) if name in node] for node in nodes for name in node}
+        return {
+            name: _merge([nodes[i][name] for i in owners], [weights[i] for i in owners], name)
+            for name, owners in held.items()
+        }
+    if isinstance(first, list | tuple):
+        return type(first)(_merge(items, weights, key) for items in zip(*nodes, strict=True))
+    if isinstance(first, Tensor):
+        if key != "step" and (first.is_floating_point() or first.is_complex()):
+            wide = torch.complex128 if first.is_complex() else torch.float64
+            total = sum((w * node.to(wide) for w, node in zip(weights, nodes, strict=True)), torch.zeros((), dtype=wide))
+            return total.div(math.fsum(weights)).to(first.dtype)
+        return functools.reduce(torch.maximum, nodes)
+    is_number = isinstance(first, int | float) and not isinstance(first, bool)
+    return max(nodes) if is_number else first
+
+
+# ---------------------------------------------------------------------------------------------- random numbers
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
