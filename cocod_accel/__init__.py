@@ -18,6 +18,7 @@ from cocod_accel.algorithms import (
     PipeSGD,
 )
 from cocod_accel.attach import Stats, Sync, attach
+from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
 from cocod_accel.loading import pass_through
 from cocod_accel.pace import Measured, measure_speeds
 from cocod_accel.sharding import ShardSampler, WorkPlan, plan_workers
@@ -29,10 +30,13 @@ __all__ = [
     "SSGD",
     "Algorithm",
     "AsynLocalSGD",
+    "CheckpointError",
+    "Checkpoints",
     "CoCoDSGD",
     "LocalSGD",
     "Measured",
     "PipeSGD",
+    "Resumed",
     "ShardSampler",
     "Stats",
     "Sync",

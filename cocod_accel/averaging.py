@@ -109,7 +109,7 @@ class Traffic:
     _last_blocked: tuple[float, float] = (0.0, 0.0)
 
     def sends(self, handle: Handle) -> Handle:
-        """Count the bytes of a collective when it is launched, so that saving a state, which waits for it, changes nothing."""
+        """Count the bytes of a collective when it is launched: saving a state waits for it, and must not change a count."""
         self.num_bytes += handle.num_bytes
         return handle
 

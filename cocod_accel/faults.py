@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -42,13 +43,13 @@ class Watch:
     ) -> None:
         self._store, self._rank, self._num_workers = store, rank, num_workers
         self._frozen_seconds, self._on_fault, self._is_agreed = frozen_seconds, on_fault, is_agreed
-        self._seconds = min(0.5, frozen_seconds / 4)
+        self._seconds = min(0.25, frozen_seconds / 4)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cocod_accel watch", daemon=True)
         self._lock = threading.Lock()
         self._count = 0
         self._seen: tuple[int, float] = (-1, time.monotonic())
-        #: Where this worker is, in words; told to the others.
+        #: Where this worker is, in words; told to the others a few times a second.
         self.doing = "starting"
 
     def __enter__(self) -> Self:
@@ -121,6 +122,9 @@ class Watch:
         if beat["host"] == socket.gethostname() and not _is_alive(beat["pid"]):
             return other, f"died at {beat['doing']}"
         if silent > self._frozen_seconds:
+            if beat["host"] == socket.gethostname():  # or whoever started it would wait for it
+                with contextlib.suppress(OSError):
+                    os.kill(beat["pid"], signal.SIGKILL)
             return other, f"has not answered for {silent:.0f} s; it was at {beat['doing']}"
         return None
 

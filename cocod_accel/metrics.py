@@ -136,9 +136,9 @@ class RunFolder:
         }
 
     def cut(self, rank: int, sizes: dict[str, int]) -> None:
-        """Forget what was written after a checkpoint."""
+        """Forget what was written after a checkpoint; the metrics are worker 0's."""
         for name, path in (("metrics", self._metrics_file), ("spans", self._spans_file(rank))):
-            if name in sizes and path.is_file():
+            if name in sizes and path.is_file() and (name == "spans" or rank == 0):
                 with path.open("r+b") as file:
                     file.truncate(sizes[name])
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate.accelerator import Accelerator
 from accelerate.utils.dataclasses import InitProcessGroupKwargs
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from cocod_accel.config import Config, ConfigError
 
@@ -85,6 +86,7 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
         if int(os.environ.get("WORLD_SIZE", "1")) == local_workers:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_workers))
+    _connect_after_restart("gloo" if on_cpu else "nccl")
     handlers: list[Any] = [InitProcessGroupKwargs(timeout=_TIMEOUT)]
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision, kwargs_handlers=handlers)
     _check_connected(accelerator, config, arguments)
@@ -95,6 +97,22 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         dist.destroy_process_group()
+
+
+def _connect_after_restart(backend: str) -> None:
+    """Connect workers that a launcher has started again, because one of them had failed.
+
+    Torch gives them the launcher's old store, in which the addresses of the processes before them still stand, and
+    whoever comes first tries to reach those (seen with torch 2.15, gloo). So every start gets a corner of its own.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launchers = TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+    store = PrefixStore(f"cocod_accel/start_{restarts}", launchers)
+    rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_workers, timeout=_TIMEOUT)
 
 
 def seed_everything(seed: int) -> None:

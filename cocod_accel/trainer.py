@@ -354,7 +354,9 @@ class Trainer:
         own = saved.pop("own")
         self.at = Position(**saved)
         if self.place.start is None:
-            self.folder.cut(self.rank, own["sizes"])
+            # Worker 0's position serves all, if they are others than those that saved: its spans are not theirs.
+            kept = own["sizes"] if resumed.is_exact else {"metrics": own["sizes"]["metrics"]}
+            self.folder.cut(self.rank, kept)
         self.clock.load_state(own["clock"])
         self.times.seconds.update({t: s for t, s in own["times"].items() if t in self.times.seconds})
         self.losses.copy_(own["losses"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -57,3 +59,30 @@ def explode() -> nn.Module:
 def with_dropout_and_batch_norm() -> nn.Module:
     """Everything that makes resuming hard: random numbers in the forward, statistics in buffers."""
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, 10))
+
+
+class Failing(nn.Module):
+    """On worker 1, its 7th training step raises, or ends the process."""
+
+    def __init__(self, exits: bool) -> None:
+        super().__init__()
+        self.inner = make_model(4)
+        self.calls = 0
+        self.exits = exits
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if torch.distributed.get_rank() == 1 and self.calls == 7:
+            if self.exits:
+                os._exit(3)
+            raise ArithmeticError("no such kernel")
+        out: Tensor = self.inner(x)
+        return out
+
+
+def raises() -> nn.Module:
+    return Failing(exits=False)
+
+
+def exits() -> nn.Module:
+    return Failing(exits=True)

@@ -61,6 +61,10 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
     os.environ.update(
         LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
+    output = next(argument.removeprefix("output=") for argument in given if argument.startswith("output="))
+    log = os.open(Path(output) / f"said_by_{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     spanned, saved, evaluated = Trainer._span, Trainer.save, Trainer._evaluate
 
     def span(self: Trainer, name: str, start: float, end: float) -> None:
@@ -84,6 +88,15 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
 
     Trainer._span, Trainer.save, Trainer._evaluate = span, save, evaluate  # type: ignore[method-assign]
     return train.main(given)
+
+
+def said(output: Path) -> str:
+    """What all workers have printed since the last call."""
+    logs = sorted(output.glob("said_by_*"))
+    text = "".join(log.read_text() for log in logs)
+    for log in logs:
+        log.unlink()
+    return text
 
 
 def traces(run: Path) -> list[dict[int, int]]:
