@@ -264,6 +264,14 @@ def save_config(config: Config, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        rows.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return rows
+
+
 def _read(file: str) -> DictConfig:
     path = Path(file)
     if not path.is_file():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cocod_accel.checkpoint import MANIFEST, checkpoints_in
-from cocod_accel.config import Config, ConfigError, load_config, save_config
+from cocod_accel.config import Config, ConfigError, flattened, load_config, save_config
 
 logger = logging.getLogger(__name__)
 
@@ -209,19 +209,12 @@ def _unfinished(config: Config) -> Path | None:
 def differences(config: Config, path: Path) -> list[str]:
     """What makes the run of another configuration file a different one."""
     try:
-        other = _flat(dataclasses.asdict(load_config([str(path)])))
+        other = flattened(dataclasses.asdict(load_config([str(path)])))
     except ConfigError as error:
         return [str(error)]
-    own = _flat(dataclasses.asdict(config))
+    own = flattened(dataclasses.asdict(config))
     free = {key for key in own if key in _FREE_TO_CHANGE or key.split(".")[0] in _FREE_SECTIONS}
     return [f"{key} is {own[key]}, was {other.get(key)}" for key in own if key not in free and own[key] != other.get(key)]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for key, value in tree.items():
-        rows.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return rows
 
 
 def _newest_checkpoint(given: str) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
 from accelerate.accelerator import Accelerator
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-from cocod_accel.config import Config
+from cocod_accel.config import Config, flattened
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Trackers:
 
         def end(tracker: Any) -> None:
             if tracker.name == "wandb":
-                tracker.tracker.summary.update(_flat(summary))
+                tracker.tracker.summary.update(_plain(summary))
             tracker.finish()
 
         self._each(end)
@@ -60,8 +61,15 @@ def _make(name: str, config: Config, folder: Path) -> Any:
         os.environ.setdefault("WANDB_SILENT", "true")
         # No host, user, git or command line: a run folder may be given away.
         settings = wandb.Settings(x_disable_meta=True, x_disable_stats=True, disable_git=True, console="off", silent=True)
+        # One run of wandb's for one run folder, however often it is resumed.
+        known = folder / "wandb_id"
+        is_resumed = known.is_file()
+        if not is_resumed:
+            known.write_text(uuid.uuid4().hex[:12])
         tracker = WandBTracker(
             config.logging.project,
+            id=known.read_text().strip(),
+            resume="allow" if is_resumed and config.logging.wandb_mode == "online" else None,
             name=folder.name,
             group=config.logging.group or config.task.name.replace(":", "."),
             tags=[
@@ -83,19 +91,14 @@ def _make(name: str, config: Config, folder: Path) -> Any:
     else:
         tracker = TensorBoardTracker("tensorboard", logging_dir=str(folder))
         tracker.start()
-    tracker.store_init_configuration(_flat(dataclasses.asdict(config)))
+    tracker.store_init_configuration(_plain(dataclasses.asdict(config)))
     return tracker
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots, values that every tracker takes."""
-    rows: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            rows.update(_flat(value, f"{prefix}{key}."))
-        else:
-            rows[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return rows
+def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """Keys joined by dots, values that every tracker takes."""
+    rows = flattened(tree)
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in rows.items()}
 
 
 def _warn(name: str, error: Exception) -> None:
