@@ -79,6 +79,9 @@ _FREE_TO_CHANGE = ("name", "output", "loader_workers", "schedule.epochs", "task.
 _FREE_SECTIONS = ("cluster", "emulate", "evaluation", "checkpoint", "logging")
 
 
+_LAUNCHER = ".launcher"
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a run writes, and from where it goes on."""
@@ -88,6 +91,8 @@ class Place:
     is_continued: bool = False
     #: A checkpoint of another run to begin from.
     start: Path | None = None
+    #: The run has ended, and this process was only started again.
+    is_finished: bool = False
 
 
 class RunFolder:
@@ -99,16 +104,27 @@ class RunFolder:
         self._metrics: Any = None
 
     @staticmethod
-    def find(config: Config) -> Place:
-        """The folder of an unfinished run to go on with, or a new one: ``output/name``, ``output/name-2`` and so on."""
+    def find(config: Config, launcher: str, is_restart: bool) -> Place:
+        """The folder of an unfinished run to go on with, or a new one: ``output/name``, ``output/name-2`` and so on.
+
+        ``launcher``: who has started this process. If it is started again after its run had ended (a worker was lost
+        at the very end), there is nothing left to do.
+        """
         resume = config.checkpoint.resume
         start = None if resume in ("auto", "never") else _newest_checkpoint(resume)
         try:
-            if resume == "auto":
+            last = _last(config)
+            if is_restart and last is not None and (last / "summary.json").exists() and _launcher_of(last) == launcher:
+                return Place(last, is_finished=True)
+            if resume == "auto" or (is_restart and last is not None and _launcher_of(last) == launcher):
                 unfinished = _unfinished(config)
                 if unfinished is not None:
-                    return Place(unfinished, is_continued=True)
-            return Place(RunFolder._create(config), start=start)
+                    (unfinished / _LAUNCHER).write_text(launcher)
+                    begun = bool(checkpoints_in(unfinished / "checkpoints"))
+                    return Place(unfinished, is_continued=True, start=None if begun else start)
+            path = RunFolder._create(config)
+            (path / _LAUNCHER).write_text(launcher)
+            return Place(path, start=start)
         except OSError as error:
             raise ConfigError(f"output={config.output}: a run folder cannot be made there ({error.strerror})") from error
 
@@ -188,13 +204,24 @@ def _lock(path: Path) -> bool:
     return True  # the handle stays open
 
 
-def _unfinished(config: Config) -> Path | None:
-    """The last folder of this name, if its run can be gone on with."""
+def _last(config: Config) -> Path | None:
+    """The last folder of this name."""
     last = None
     for number in range(1, 10_000):
         if not _numbered(config, number).is_dir():
             break
         last = _numbered(config, number)
+    return last
+
+
+def _launcher_of(path: Path) -> str | None:
+    file = path / _LAUNCHER
+    return file.read_text() if file.is_file() else None
+
+
+def _unfinished(config: Config) -> Path | None:
+    """The last folder of this name, if its run can be gone on with."""
+    last = _last(config)
     if last is None or (last / "summary.json").exists() or not (last / "config.yaml").is_file():
         return None
     different = differences(config, last / "config.yaml")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -138,6 +139,21 @@ def kept_randomness() -> Iterator[None]:
 def has_core_each() -> bool:
     """Whether every worker on this machine can have a CPU core of its own."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
+
+
+def is_restart() -> bool:
+    """Whether a launcher has started these workers again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def started_by() -> str:
+    """The process that has started this one; a process id alone is used again one day."""
+    parent = os.getppid()
+    try:
+        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        begun = "?"
+    return f"{socket.gethostname()} {parent} {begun}"
 
 
 def is_one_machine() -> bool:

@@ -39,6 +39,8 @@ def run(arguments: list[str]) -> int:
     with runtime.start(config, arguments) as accelerator, _watching(config, accelerator) as watch:
         _check_device(config, accelerator.device.type)
         place = _find_place(config, accelerator.is_main_process)
+        if place.is_finished:
+            return 0
         if config.cluster.speeds == MEASURE:
             _find_speeds(config, task, accelerator, place)
         trainer = Trainer(config, task, model, accelerator, place, watch)
@@ -109,7 +111,11 @@ def _check_device(config: Config, device: str) -> None:
 
 def _find_place(config: Config, is_main: bool) -> Place:
     """The main process chooses; what is wrong with its choice is said on all of them."""
-    places, error = try_together(lambda: RunFolder.find(config) if is_main else None, default_group())
+
+    def find() -> Place | None:
+        return RunFolder.find(config, runtime.started_by(), runtime.is_restart())
+
+    places, error = try_together(find if is_main else lambda: None, default_group())
     if error is not None or places[0] is None:
         raise ConfigError((error or "").removeprefix("rank 0: "))
     return places[0]

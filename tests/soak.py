@@ -59,8 +59,7 @@ def workers_of(marker: str) -> list[int]:
 
 def soak(output: Path, kills: int, seed: int) -> dict[str, Any]:
     """An undisturbed run, and one whose workers are killed; what they have in common."""
-    # Long enough that a kill every second or so does not come after its end.
-    epochs = 12
+    epochs = 4 * kills  # long enough that the last kill does not come after the end
     undisturbed = launch(output, "undisturbed", epochs, 0)
     _, err = undisturbed.communicate(timeout=600)
     assert undisturbed.returncode == 0, err

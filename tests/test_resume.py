@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import Checkpoints, CoCoDSGD, attach, packing
 from cocod_accel.checkpoint import CheckpointError, checkpoints_in, merged
-from cocod_accel.config import load_config
+from cocod_accel.config import ConfigError, load_config
+from cocod_accel.metrics import Place, RunFolder
 from cocod_accel.report import read_summary
 from cocod_accel.tasks import build_model, build_task
 from cocod_accel.trainer import Trainer, model_digest
@@ -176,6 +177,21 @@ def test_a_changed_configuration_does_not_go_on(tmp_path: Path) -> None:
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
     assert run_workers(2, worker, [*given, "checkpoint.resume=never"]) == [0, 0]
     assert (tmp_path / "run-3" / "summary.json").is_file()
+
+
+def test_a_folder_is_gone_on_with_only_by_whom_it_belongs_to(tmp_path: Path) -> None:
+    config = load_config([f"output={tmp_path}", "name=run"])
+    first = RunFolder.find(config, "launcher", is_restart=False)
+    assert first == Place(tmp_path / "run")
+    # The lock is this process's until it ends, so another start finds the folder in use.
+    assert RunFolder.find(config, "other", is_restart=False) == Place(tmp_path / "run-2")
+    (tmp_path / "run-2" / "summary.json").write_text("{}")
+    assert RunFolder.find(config, "other", is_restart=True) == Place(tmp_path / "run-2", is_finished=True)
+    assert RunFolder.find(config, "third", is_restart=True) == Place(tmp_path / "run-3")
+    (tmp_path / "run-3" / "metrics.jsonl").write_text("{}")
+    assert RunFolder.find(config, "third", is_restart=False) == Place(tmp_path / "run-4"), "rows, but nothing to go on from"
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume=nowhere: holds no checkpoint"):
+        RunFolder.find(load_config([f"output={tmp_path}", "checkpoint.resume=nowhere"]), "x", is_restart=False)
 
 
 # ------------------------------------------------------------------------------------- damaged and malicious
