@@ -39,6 +39,7 @@ from cocod_accel.comm import (
     private_group,
 )
 from cocod_accel.ddp import LocalPhase, under_no_sync
+from cocod_accel.engine import EngineRouter
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 1
@@ -120,9 +121,9 @@ class Sync:
         self._is_attached = True
         self._is_averaged = False
         self._phase: LocalPhase | None = None
-        if subject.ddp is not None and subject.router is not None:
+        if subject.router is not None:
             subject.router.take(self._method)
-            if not algorithm.reduces_gradients:
+            if subject.ddp is not None and not algorithm.reduces_gradients:
                 self._phase = LocalPhase(subject.ddp, bypass=subject.model is subject.ddp)
         self._counter = AttemptCounter(subject.model, subject.optimizers, _Watcher(self), self._method.poll)
         ATTACHED.add(subject.module)
@@ -357,7 +358,7 @@ class _Watcher:
     def __init__(self, sync: Sync) -> None:
         self._sync = sync
         self._method = sync._method
-        self._ddp = sync._subject.ddp
+        self._ddp, self._engine, self._router = sync._subject.ddp, sync._subject.engine, sync._subject.router
 
     def attempted(self) -> None:
         sync = self._sync
@@ -370,15 +371,24 @@ class _Watcher:
     def step_begins(self) -> None:
         if self._sync._is_averaged:
             raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+        if isinstance(self._router, EngineRouter):
+            self._router.before_step(self._method, self._sync._subject.trainable, self._sync.num_workers)
 
     def backward_begins(self, standing: bool) -> None:
-        self._method.backward_begins(standing, bare=self._ddp is None)
+        self._method.backward_begins(standing, bare=self._is_bare)
 
     def backward_ends(self) -> None:
-        self._method.backward_ends(bare=self._ddp is None)
+        self._method.backward_ends(bare=self._is_bare)
         if self._ddp is not None and self._ddp.find_unused_parameters and self._method.reduces_gradients:
             # Queued from a callback that runs before DDP's own, so that this one runs after it.
             Variable._execution_engine.queue_callback(self._method.after_buckets)
 
     def accumulates(self) -> bool:
+        if self._engine is not None:
+            return not self._engine.is_gradient_accumulation_boundary()
         return self._ddp is not None and under_no_sync(self._ddp)
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether nobody else sees to gradients: one process, and no wrapper or an engine, which then reduces nothing."""
+        return self._ddp is None and (self._engine is None or self._sync.num_workers == 1)

@@ -66,13 +66,14 @@ class Checkpoints:
             raise ValueError(f"keep={keep} would delete every checkpoint; use at least 1")
         self.folder = Path(folder)
         self.keep = keep
-        self._sync, self._accelerator = sync, accelerator
-        self._subject = sync.subject
+        self._sync, self._subject = sync, sync.subject
+        # accelerate would have DeepSpeed write (and unpickle) worker 0's state; all there is of it is here.
+        self._accelerator = accelerator if self._subject.engine is None else None
         self._group = self._subject.group
         self._rank, self._num_workers = sync.rank, sync.num_workers
         self._scaler: Any = getattr(accelerator, "scaler", None)
         self._position: Any = None
-        if accelerator is not None:
+        if self._accelerator is not None:
             accelerator.register_save_state_pre_hook(self._save_hook)
             accelerator.register_load_state_pre_hook(self._load_hook)
 
@@ -165,6 +166,7 @@ class Checkpoints:
             "optimizers": [optimizer.state_dict() for optimizer in self._subject.optimizers],
             "sync": self._sync.state_dict(),
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "engine": _engine_state(self._subject.engine),
             "random": _random_state(),
             "position": self._position,
         }
@@ -247,6 +249,7 @@ class Checkpoints:
             else:
                 optimizer.load_state_dict(state)
         self._sync.load_state_dict(tree["sync"])
+        _load_engine_state(self._subject.engine, tree["engine"])
         self._loaded = tree
 
     def _load_model(self, tree: Any) -> None:
@@ -326,6 +329,26 @@ def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any])
         return state
 
     handle = optimizer.register_load_state_dict_pre_hook(replaced)
+
+
+_ENGINE_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def _engine_state(engine: Any) -> dict[str, Any] | None:
+    """What a DeepSpeed engine counts, and its scheduler."""
+    if engine is None:
+        return None
+    scheduler = engine.lr_scheduler
+    state = {name: getattr(engine, name) for name in _ENGINE_COUNTERS}
+    return {**state, "scheduler": scheduler.state_dict() if scheduler is not None else None}
+
+
+def _load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
+    if engine is not None and state is not None:
+        for name in _ENGINE_COUNTERS:
+            setattr(engine, name, state[name])
+        if engine.lr_scheduler is not None and state["scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(state["scheduler"])
 
 
 # ------------------------------------------------------------------------------- another number of workers

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from cocod_accel import engine as engines
 from cocod_accel.algorithms import Algorithm, PipeSGD
 from cocod_accel.averaging import Weights, check_weight
 from cocod_accel.comm import bytes_of, default_group
 from cocod_accel.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
+from cocod_accel.engine import EngineRouter, check_engine, is_engine
 
 #: Modules that an algorithm is attached to now.
 ATTACHED: WeakSet[nn.Module] = WeakSet()
@@ -34,7 +36,9 @@ class Subject:
     model: nn.Module
     module: nn.Module
     ddp: DistributedDataParallel | None
-    router: HookRouter | None
+    #: A DeepSpeed engine.
+    engine: Any
+    router: HookRouter | EngineRouter | None
     optimizers: list[Optimizer]
     trainable: list[nn.Parameter]
     frozen: list[nn.Parameter]
@@ -52,8 +56,11 @@ class Subject:
         module, ddp = unwrap(model)
         if module in ATTACHED:
             raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
+        engine = model if is_engine(model) else None
+        if engine is not None:
+            check_engine(engine, algorithm)
         optimizers = torch_optimizers(optimizer)
-        if ddp is None and default_group() is not None:
+        if ddp is None and engine is None and default_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
                 "wrap it first: accelerator.prepare(model) or DistributedDataParallel(model)"
@@ -79,7 +86,8 @@ class Subject:
             model=model,
             module=module,
             ddp=ddp,
-            router=None if ddp is None else router_of(ddp),
+            engine=engine,
+            router=engines.router_of(engine) if engine is not None else None if ddp is None else router_of(ddp),
             optimizers=optimizers,
             trainable=[parameter for parameter in kept.values() if parameter.requires_grad],
             frozen=[parameter for parameter in kept.values() if not parameter.requires_grad],
@@ -90,6 +98,8 @@ class Subject:
     @property
     def group(self) -> Any:
         """The workers this model is trained by; None if there is one."""
+        if self.engine is not None:
+            return default_group()
         if self.ddp is None or dist.get_world_size(self.ddp.process_group) == 1:
             return None
         return self.ddp.process_group

@@ -23,18 +23,16 @@ from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.comm import Handle, launch_like_ddp
+from cocod_accel.engine import is_engine
 
 ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
 
 _SHARDED_MODEL = "it is sharded, so no worker holds a whole model; use DistributedDataParallel"
 _SHARDED_OPTIMIZER = "its state is sharded over the workers (ZeRO), so none can step alone; use a plain optimizer"
-_NO_DEEPSPEED = "DeepSpeed is not supported yet; use DistributedDataParallel and a plain optimizer"
 _REFUSED = {
     "FullyShardedDataParallel": _SHARDED_MODEL,
     "FSDPModule": _SHARDED_MODEL,
     "DataParallel": "it is one process; use DistributedDataParallel",
-    "DeepSpeedEngine": _NO_DEEPSPEED,
-    "DeepSpeedOptimizerWrapper": _NO_DEEPSPEED,
     "ZeROOptimizer": _SHARDED_OPTIMIZER,
     "ZeroRedundancyOptimizer": _SHARDED_OPTIMIZER,
 }
@@ -55,6 +53,8 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]
         refuse_sharded(module, "the model")
         if isinstance(module, DistributedDataParallel):
             ddp, module = module, module.module
+        elif is_engine(module):
+            module = module.module  # type: ignore[assignment]
         elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
             module = module._orig_mod  # type: ignore[assignment]
         else:

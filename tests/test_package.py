@@ -19,6 +19,7 @@ LIBRARY = [
     "averaging",
     "algorithms",
     "attempts",
+    "engine",
     "ddp",
     "checks",
     "attach",
