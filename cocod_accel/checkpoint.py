@@ -9,13 +9,15 @@ Nothing is unpickled that is not restricted to tensors and numbers (``weights_on
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,11 +70,12 @@ class Checkpoints:
         self.keep = keep
         self._sync, self._subject = sync, sync.subject
         # accelerate would have DeepSpeed write (and unpickle) worker 0's state; all there is of it is here.
-        self._accelerator = accelerator if self._subject.engine is None else None
+        self._accelerator: Any = accelerator if self._subject.engine is None else None
         self._group = self._subject.group
         self._rank, self._num_workers = sync.rank, sync.num_workers
         self._scaler: Any = getattr(accelerator, "scaler", None)
         self._position: Any = None
+        self._custom_objects: list[Any] = []
         if self._accelerator is not None:
             accelerator.register_save_state_pre_hook(self._save_hook)
             accelerator.register_load_state_pre_hook(self._load_hook)
@@ -87,17 +90,23 @@ class Checkpoints:
         self._position = position
 
         def prepare() -> str:
-            final = name or f"attempt_{self._sync.attempts:010d}"
+            wanted = name or f"attempt_{self._sync.attempts:010d}"
+            final = wanted
             if self._rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for left in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
                     shutil.rmtree(left)
+                # Never in the place of another one: there would be a moment without either.
+                others = (f"{wanted}.{number}" for number in itertools.count(1))
+                while (self.folder / final).exists():
+                    final = next(others)
                 (self.folder / f".{final}.tmp").mkdir()
             return final
 
         def write() -> dict[str, Any]:
             if self._accelerator is not None:
-                self._accelerator.save_state(str(temporary))
+                with self._without_custom_objects():
+                    self._accelerator.save_state(str(temporary))
             else:
                 self._save_hook([], [], str(temporary))
             return {"weight": self._sync.weight, **_described(temporary / _worker_file(self._rank))}
@@ -122,12 +131,10 @@ class Checkpoints:
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
             packing.flush(temporary / MANIFEST)
             packing.flush(temporary)
-            if final.exists():
-                shutil.rmtree(final)
             temporary.rename(final)
             packing.flush(self.folder)
-            for old in self.all()[self.keep :]:
-                shutil.rmtree(old)
+            for old in [path for path in self.all() if path != final][self.keep - 1 :]:
+                shutil.rmtree(old, ignore_errors=True)
 
         names, error = try_together(prepare, self._group)
         final = self.folder / (names[0] if names else "")
@@ -164,6 +171,9 @@ class Checkpoints:
             # Non-persistent buffers are no part of a state_dict, but they are part of where this worker is.
             "buffers": {name: value for name, value in module.named_buffers() if name not in model},
             "optimizers": [optimizer.state_dict() for optimizer in self._subject.optimizers],
+            "kinds": [type(optimizer).__name__ for optimizer in self._subject.optimizers],
+            "custom": [thing.state_dict() for thing in self._custom_objects],
+            "schedulers": [_packable(thing.state_dict()) for thing in getattr(self._accelerator, "_schedulers", [])],
             "sync": self._sync.state_dict(),
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "engine": _engine_state(self._subject.engine),
@@ -172,6 +182,24 @@ class Checkpoints:
         }
         packing.write(Path(folder) / _worker_file(self._rank), tree)
 
+    @contextlib.contextmanager
+    def _without_custom_objects(self) -> Iterator[None]:
+        """What was registered with accelerate for checkpointing is kept here: accelerate would unpickle anything for it."""
+        self._custom_objects = list(self._accelerator._custom_objects)
+        self._accelerator._custom_objects.clear()
+        try:
+            yield
+        finally:
+            self._accelerator._custom_objects.extend(self._custom_objects)
+
+    def _load_custom_objects(self, tree: Any) -> None:
+        if len(tree["custom"]) != len(self._custom_objects):
+            raise ValueError(
+                f"holds {len(tree['custom'])} registered objects, {len(self._custom_objects)} are registered here"
+            )
+        for thing, state in zip(self._custom_objects, tree["custom"], strict=True):
+            thing.load_state_dict(state)
+
     # ---- restoring
 
     def resume(self, path: str | Path | None = None, *, is_same: Callable[[Any], bool] | None = None) -> Resumed | None:
@@ -179,7 +207,10 @@ class Checkpoints:
 
         Another number of workers goes on from their weighted mean; so does a position that ``is_same`` says no to.
         """
-        candidates = self.all() if path is None else [Path(path)]
+        listed, error = try_together(lambda: [str(found) for found in self._candidates(path)], self._group)
+        if error is not None:
+            raise CheckpointError(error)
+        candidates = [Path(found) for found in listed[0]]
         if not candidates:
             return None
         problems = []
@@ -193,6 +224,15 @@ class Checkpoints:
             if self._rank == 0 and candidate != candidates[-1]:
                 logger.warning("checkpoint %s cannot be used (%s); trying the one before", candidate, error)
         raise CheckpointError(f"no checkpoint can be used; {problems[0]}")
+
+    def _candidates(self, path: str | Path | None) -> list[Path]:
+        """A checkpoint, or those in a folder, or in a run folder; the newest first. Worker 0's list is used."""
+        if path is None:
+            return self.all()
+        given = Path(path)
+        if (given / MANIFEST).is_file():
+            return [given]
+        return checkpoints_in(given) or checkpoints_in(given / "checkpoints") or [given]
 
     def _check(self, path: Path) -> tuple[list[float], Any]:
         """Worker 0 looks at the files that all need, each worker at its own. The saved weights and a position."""
@@ -210,6 +250,9 @@ class Checkpoints:
             raise ValueError(f"was saved with {saved}, attached is {attached}")
         tree = packing.read(path / _worker_file(self._rank if num_workers == self._num_workers else 0))
         _check_model(self._subject.module, tree["model"])
+        here = [type(optimizer).__name__ for optimizer in self._subject.optimizers]
+        if tree["kinds"] != here:
+            raise ValueError(f"was saved with {', '.join(tree['kinds'])}, this run has {', '.join(here)}")
         return manifest["weights"], tree["position"]
 
     def _restore(self, path: Path, weights: list[float], is_exact: bool) -> Resumed:
@@ -217,7 +260,9 @@ class Checkpoints:
 
             def load() -> None:
                 if self._accelerator is not None:
-                    self._accelerator.load_state(str(path))
+                    with self._without_custom_objects():
+                        self._accelerator.load_state(str(path))
+                    self._load_custom_objects(self._loaded)
                 else:
                     self._load_hook([], str(path))
 
@@ -229,6 +274,13 @@ class Checkpoints:
             _set_random_state(self._loaded["random"])
             return Resumed(path, self._loaded["position"], True, len(weights))
         tree = merged([path / _worker_file(rank) for rank in range(len(weights))], weights)
+        self._custom_objects = list(getattr(self._accelerator, "_custom_objects", []))
+        self._load_custom_objects(tree)
+        for scheduler, state in zip(getattr(self._accelerator, "_schedulers", []), tree["schedulers"], strict=True):
+            if state is not None:
+                scheduler.load_state_dict(state)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(tree["scaler"])
         self._load_model(tree)
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -310,6 +362,15 @@ def _described(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
 
 
+def _packable(state: Any) -> Any:
+    """None for a state that only pickle could keep; accelerate then keeps it, for the same number of workers."""
+    try:
+        packing.check(state)
+    except TypeError:
+        return None
+    return state
+
+
 def _check_model(module: nn.Module, saved: dict[str, Tensor]) -> None:
     """Refuse the state of another model, before anything is changed."""
     here = {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -359,7 +420,8 @@ def merged(files: Sequence[Path], weights: Sequence[float]) -> Any:
     states = [packing.read(file) for file in files]
     parts = [{key: state[key] for key in ("model", "buffers", "optimizers")} for state in states]
     sync = {key: max(state["sync"][key] for state in states) for key in ("attempts", "rounds")}
-    return {**_merge(parts, weights), "sync": {**states[0]["sync"], **sync}, "position": states[0]["position"]}
+    others = {key: states[0][key] for key in ("position", "custom", "schedulers", "scaler")}
+    return {**_merge(parts, weights), **others, "sync": {**states[0]["sync"], **sync}}
 
 
 def _merge(nodes: Sequence[Any], weights: Sequence[float], key: Any = None) -> Any:

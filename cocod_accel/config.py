@@ -261,7 +261,9 @@ def load_config(arguments: list[str]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration; loading it gives an equal one."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.replace(path)
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

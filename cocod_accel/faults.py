@@ -8,14 +8,15 @@ its neighbour's. Whoever finds something wrong, or fails itself, writes it down 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,7 +83,12 @@ class Watch:
 
     def _watch(self) -> None:
         failures = 0
+        last = time.monotonic()
         while not self._stopped.wait(self._seconds):
+            now = time.monotonic()
+            if now - last > self._seconds + 1:  # this process was paused itself, and cannot tell who else was
+                self._seen = self._seen[0], now
+            last = now
             try:
                 self._beat()
                 found = self._fault() or self._neighbour()
@@ -97,7 +103,8 @@ class Watch:
 
     def _beat(self, state: str = "") -> None:
         self._count += 1
-        beat = {"count": self._count, "host": socket.gethostname(), "pid": os.getpid(), "doing": self.doing, "state": state}
+        beat = {"count": self._count, "place": _place(), "pid": os.getpid(), "begun": _begun(os.getpid())}
+        beat |= {"doing": self.doing, "state": state}
         self._store.set(f"cocod_accel/beat/{self._rank}", json.dumps(beat))
 
     def _fault(self) -> tuple[int, str] | None:
@@ -109,9 +116,9 @@ class Watch:
     def _neighbour(self) -> tuple[int, str] | None:
         other = (self._rank + 1) % self._num_workers
         key = f"cocod_accel/beat/{other}"
-        if not self._store.check([key]):
-            return None
-        beat = json.loads(self._store.get(key))
+        beat: dict[str, Any] = {"count": -1, "place": None, "doing": "starting", "state": ""}
+        if self._store.check([key]):
+            beat = json.loads(self._store.get(key))
         now = time.monotonic()
         with self._lock:
             if beat["count"] != self._seen[0]:
@@ -119,10 +126,11 @@ class Watch:
             silent = now - self._seen[1]
         if beat["state"] == "done":
             return None
-        if beat["host"] == socket.gethostname() and not _is_alive(beat["pid"]):
+        is_here = beat["place"] is not None and beat["place"] == _place()
+        if is_here and _begun(beat["pid"]) != beat["begun"]:
             return other, f"died at {beat['doing']}"
         if silent > self._frozen_seconds:
-            if beat["host"] == socket.gethostname():  # or whoever started it would wait for it
+            if is_here:  # or whoever started it would wait for it
                 with contextlib.suppress(OSError):
                     os.kill(beat["pid"], signal.SIGKILL)
             return other, f"has not answered for {silent:.0f} s; it was at {beat['doing']}"
@@ -133,13 +141,23 @@ class Watch:
             self._store.set(_FAULT, json.dumps([rank, what]))
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process of this machine still runs; one that nobody has buried yet does not."""
+@functools.cache
+def _place() -> str | None:
+    """What two processes that see each other's process ids have in common; a host name would not do for containers."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return False
+        return None
+
+
+def _begun(pid: int) -> str | None:
+    """When a process began, in the kernel's own count; None if it is gone, or dead and only not buried yet."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in ("Z", "X") else rest[18]
 
 
 def default_store() -> Any:

@@ -6,6 +6,7 @@ communication, ``summary.json`` what users compare. Training time is what the pa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -13,12 +14,14 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cocod_accel.checkpoint import MANIFEST, checkpoints_in
 from cocod_accel.config import Config, ConfigError, flattened, load_config, save_config
+from cocod_accel.packing import flush
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ class TimeToAccuracy:
 
 #: What may differ between a run and its continuation.
 _FREE_TO_CHANGE = ("name", "output", "loader_workers", "schedule.epochs", "task.data_dir", "task.download")
-_FREE_SECTIONS = ("cluster", "emulate", "evaluation", "checkpoint", "logging")
+_FREE_SECTIONS = ("cluster", "evaluation", "checkpoint", "logging")
 
 
 _LAUNCHER = ".launcher"
@@ -102,6 +105,7 @@ class RunFolder:
         self.path = path
         (path / "spans").mkdir(exist_ok=True)
         self._metrics: Any = None
+        self._has_warned = False
 
     @staticmethod
     def find(config: Config, launcher: str, is_restart: bool) -> Place:
@@ -111,7 +115,7 @@ class RunFolder:
         at the very end), there is nothing left to do.
         """
         resume = config.checkpoint.resume
-        start = None if resume in ("auto", "never") else _newest_checkpoint(resume)
+        start = None if resume in ("auto", "never") else _start_of(resume)
         try:
             last = _last(config)
             if is_restart and last is not None and (last / "summary.json").exists() and _launcher_of(last) == launcher:
@@ -144,7 +148,10 @@ class RunFolder:
         raise ConfigError(f"output={config.output}: holds 10,000 runs called {config.run_name}; choose another name")
 
     def sizes(self, rank: int) -> dict[str, int]:
-        """How much this worker has written, in bytes."""
+        """How much this worker has written, in bytes; it is on disk then."""
+        for path in (self._spans_file(rank), *([self._metrics_file] if rank == 0 else [])):
+            if path.is_file():
+                flush(path)
         return {
             name: path.stat().st_size if path.is_file() else 0
             for name, path in (("metrics", self._metrics_file), ("spans", self._spans_file(rank)))
@@ -156,7 +163,8 @@ class RunFolder:
         for name, path in (("metrics", self._metrics_file), ("spans", self._spans_file(rank))):
             if name in sizes and path.is_file() and (name == "spans" or rank == 0):
                 with path.open("r+b") as file:
-                    file.truncate(sizes[name])
+                    kept = file.read(sizes[name])
+                    file.truncate(kept.rfind(b"\n") + 1)
 
     @property
     def _metrics_file(self) -> Path:
@@ -167,21 +175,34 @@ class RunFolder:
 
     def row(self, values: dict[str, Any]) -> None:
         """Append one row of metrics."""
-        if self._metrics is None:
-            self._metrics = self._metrics_file.open("a")
-        self._metrics.write(json.dumps({key: _finite(value) for key, value in values.items()}) + "\n")
-        self._metrics.flush()
+        line = json.dumps({key: _finite(value) for key, value in values.items()}) + "\n"
+        with self._survives():
+            if self._metrics is None:
+                self._metrics = self._metrics_file.open("a")
+            self._metrics.write(line)
+            self._metrics.flush()
 
     def spans(self, rank: int, rows: list[dict[str, Any]]) -> None:
         """Append what this worker did, as rows {rank, step, name, start, end}."""
         if rows:
-            with self._spans_file(rank).open("a") as file:
+            with self._survives(), self._spans_file(rank).open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    @contextlib.contextmanager
+    def _survives(self) -> Iterator[None]:
+        """Rows that cannot be written (a full disk) are no reason to lose a training; said once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("rows cannot be written in %s (%s); training goes on without", self.path, error.strerror)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all."""
         temporary = self.path / "summary.json.tmp"
         temporary.write_text(json.dumps(values, indent=2) + "\n")
+        flush(temporary)
         temporary.replace(self.path / "summary.json")
 
     def close(self) -> None:
@@ -201,7 +222,9 @@ def _lock(path: Path) -> bool:
     except OSError:
         os.close(handle)
         return False
-    return True  # the handle stays open
+    # The handle stays open. A process forked from this one (to load data) must not hold it when this one is gone.
+    os.register_at_fork(after_in_child=lambda: os.close(handle))
+    return True
 
 
 def _last(config: Config) -> Path | None:
@@ -230,7 +253,10 @@ def _unfinished(config: Config) -> Path | None:
         return None
     if not checkpoints_in(last / "checkpoints") and (last / "metrics.jsonl").exists():
         return None
-    return last if _lock(last) else None
+    if not _lock(last):
+        logger.warning("%s is not finished, but another process works on it; beginning anew", last)
+        return None
+    return last
 
 
 def differences(config: Config, path: Path) -> list[str]:
@@ -244,15 +270,14 @@ def differences(config: Config, path: Path) -> list[str]:
     return [f"{key} is {own[key]}, was {other.get(key)}" for key in own if key not in free and own[key] != other.get(key)]
 
 
-def _newest_checkpoint(given: str) -> Path:
+def _start_of(given: str) -> Path:
     """What ``checkpoint.resume`` names: a checkpoint, or a run folder that holds some."""
     path = Path(given)
     if (path / MANIFEST).is_file():
         return path
-    found = checkpoints_in(path / "checkpoints")
-    if not found:
+    if not (checkpoints_in(path / "checkpoints") or checkpoints_in(path)):
         raise ConfigError(f"checkpoint.resume={given}: holds no checkpoint; give auto, never, a run folder or a checkpoint")
-    return found[0]
+    return path
 
 
 def _finite(value: Any) -> Any:

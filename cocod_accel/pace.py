@@ -6,6 +6,7 @@ all workers are timed at once, because workers that share a machine slow each ot
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -135,6 +136,6 @@ class Pace:
             os.sched_yield()  # whoever communicates meanwhile may have the core
 
     def median_seconds(self) -> float:
-        """Of the steps since the last call."""
+        """Of the steps since the last call; not a number if there were none."""
         seconds, self.seconds = self.seconds, []
-        return statistics.median(seconds)
+        return statistics.median(seconds) if seconds else math.nan

@@ -24,6 +24,11 @@ def write(path: Path, tree: Any) -> None:
     flush(path)
 
 
+def check(tree: Any) -> None:
+    """Raise a TypeError for what cannot be written."""
+    _pack(tree, {}, set())
+
+
 def read(path: Path, device: str | torch.device = "cpu") -> Any:
     """What :func:`write` has written."""
     from safetensors import safe_open

@@ -28,6 +28,7 @@ EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
 
 def run(arguments: list[str]) -> int:
     """Check everything that can be checked alone, then connect and train."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     config = load_config(arguments)
     runtime.seed_everything(config.seed)  # the same model on every worker
     task = build_task(config)
@@ -49,7 +50,7 @@ def run(arguments: list[str]) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.request(save=True))
         summary = trainer.run()
         if accelerator.is_main_process:
-            print(_last_words(summary, config, place.path, trainer.step), flush=True)
+            print(_last_words(summary, config, place.path, trainer), flush=True)
     return EXIT_STOPPED if summary is None else 0
 
 
@@ -137,9 +138,13 @@ def _find_speeds(config: Config, task: Task, accelerator: Accelerator, place: Pl
         save_config(config, place.path / "config.yaml")
 
 
-def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, step: int) -> str:
+def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, trainer: Trainer) -> str:
     if summary is None:
-        return f"stopped at step {step}; the same command goes on from there: {path}"
+        where = f"stopped at step {trainer.step}"
+        if trainer.saved is None:
+            return f"{where}; no checkpoint could be written there, the last one is older: {path}"
+        how = "the same command goes on" if config.checkpoint.resume == "auto" else "go on with checkpoint.resume=auto"
+        return f"{where}; {how} from {trainer.saved}"
     emulated = f" (emulated: {config.emulated})" if config.emulated else ""
     return (
         f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "

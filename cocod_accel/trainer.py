@@ -39,9 +39,9 @@ from tqdm import tqdm
 
 from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.attach import attach
-from cocod_accel.checkpoint import Checkpoints
+from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
 from cocod_accel.comm import bytes_of
-from cocod_accel.config import Config, ConfigError
+from cocod_accel.config import Config, ConfigError, save_config
 from cocod_accel.faults import Watch
 from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.pace import Pace, relative_speeds
@@ -147,6 +147,7 @@ class Position:
     #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
     first_batches: list[int] = field(default_factory=list)
     all_steps: list[int] = field(default_factory=list)
+    shuffle: str = ""
     #: The shared step at which a checkpoint was last thought of.
     last_shared: int = 0
 
@@ -182,6 +183,8 @@ class Trainer:
         self.sync.listen()
         self.checkpoints = Checkpoints(place.path / "checkpoints", self.sync, accelerator, keep=config.checkpoint.keep)
         self.saved_at = time.monotonic()
+        #: The last checkpoint; None if it could not be written.
+        self.saved: Path | None = None
         if config.logging.spans:
             self.sync.record_spans()
         self.clock = TrainingClock()
@@ -252,7 +255,8 @@ class Trainer:
         self.model.train()
         steps = self.work.steps[epoch]
         self.pace.slowdown = self.config.slowdown(self.rank, epoch)
-        self.pace.seconds.clear()
+        if self.at.index == 0:
+            self.pace.seconds.clear()
         supply = self._batches(epoch)
         all_per_own = self._all_samples_per_own(epoch)
         self.clock.start()
@@ -345,6 +349,9 @@ class Trainer:
         resumed = None
         if self.place.is_continued or self.place.start is not None:
             resumed = self.checkpoints.resume(self.place.start, is_same=self._is_same_plan)
+        if resumed is not None and self._needs_warm_up(resumed):
+            self._warm_up()
+            resumed = self.checkpoints.resume(resumed.path, is_same=self._is_same_plan)
         if resumed is None:
             self.folder.cut(self.rank, {"metrics": 0, "spans": 0})
             self.save()
@@ -361,6 +368,7 @@ class Trainer:
         self.times.seconds.update({t: s for t, s in own["times"].items() if t in self.times.seconds})
         self.losses.copy_(own["losses"])
         if resumed.is_exact:
+            self.pace.seconds = list(own["pace"])
             if self.at.moved_batches is not None:
                 self.work = replace(self.work, plan=with_batches(self.work.plan, self.at.moved_batches))
                 self.sync.restore_weights(self.work.plan.weights)
@@ -371,6 +379,28 @@ class Trainer:
             print(f"resumed from {resumed.path} at step {self.step}, epoch {self.at.epoch + 1}{how}", flush=True)
         if not resumed.is_exact or self.place.start is not None or self.step == 0:
             self._write_plan(self.at.epoch, self.config.speeds)
+        if self.is_main:
+            save_config(self.config, self.folder.path / "config.yaml")  # what may change may have changed
+        if self.place.start is not None:
+            self.save()  # from now on this run has checkpoints of its own
+
+    def _needs_warm_up(self, resumed: Resumed) -> bool:
+        """Whether the next step's gradients would be summed in another order than without the stop.
+
+        DDP lays its buckets out anew after a process's first backward, and with three workers or more the order of a sum
+        depends on the layout. Algorithms that send whole models do not care.
+        """
+        is_later = resumed.is_exact and resumed.position["step"] > 0
+        return is_later and self.work.algorithm.reduces_gradients and self.accelerator.num_processes > 2
+
+    def _warm_up(self) -> None:
+        """A first backward, for its side effect on DDP; whatever else it changes is loaded once more afterwards."""
+        self.model.train()
+        inputs, labels = next(self._batches(0))
+        with self.accelerator.autocast():
+            loss = nn.functional.cross_entropy(self.model(inputs), labels)
+        self.accelerator.backward(loss)
+        self.optimizer.zero_grad()
 
     def _go_on_otherwise(self) -> None:
         """Other workers than those that saved: the same share of the epoch is behind all of them."""
@@ -388,7 +418,11 @@ class Trainer:
         self.sync.start_at(at_start + at.index)
 
     def _is_same_plan(self, position: Any) -> bool:
-        """Whether a saved worker had this worker's batches; worker 0 asks, for all."""
+        """Whether a saved worker had this worker's batches."""
+        if not isinstance(position, dict) or "first_batches" not in position:
+            raise CheckpointError("the checkpoint was not written by cocod train; it has no place in a run")
+        if position["shuffle"] != self.config.cluster.shuffle:
+            return False
         steps = self._all_steps(position["epoch"])
         return bool(position["first_batches"] == list(self.work.plan.batches) and position["all_steps"] == steps)
 
@@ -408,12 +442,14 @@ class Trainer:
             "clock": self.clock.state(),
             "times": self.times.seconds,
             "losses": self.losses,
+            "pace": self.pace.seconds,
         }
         epoch = min(self.at.epoch, len(self.work.steps) - 1)
         self.at.steps = self.work.steps[epoch]
         self.at.generator = self._generator.get_state()
         self.at.all_steps = self._all_steps(epoch)
-        self.checkpoints.save({**vars(self.at), "own": own}, name=f"step_{self._shared_step():010d}")
+        self.at.shuffle = self.config.cluster.shuffle
+        self.saved = self.checkpoints.save({**vars(self.at), "own": own}, name=f"step_{self.at.step:010d}")
         self.saved_at = time.monotonic()
         if running:
             self.clock.start()
@@ -444,6 +480,8 @@ class Trainer:
         """Move batches to the speeds of the epoch that has ended. The global batch stays, and with it rate and steps."""
         batches = self.work.plan.batches
         seconds = [row[0] for row in self._gather([self.pace.median_seconds()])]
+        if any(math.isnan(s) for s in seconds):  # somebody has only just resumed, at the end of an epoch
+            return
         paces = [[float(m), s] for m, s in zip(batches, seconds, strict=True)]
         before = [(int(m), s) for m, s in self.at.paces or paces]
         fixed = fixed_shares(batches, seconds, before, self.at.fixed or [0.0] * len(batches))

@@ -42,14 +42,22 @@ class Case:
     optimizer: str
     point: int
     is_kill: bool
+    num_workers: int = 2
 
     @property
     def setting(self) -> list[str]:
         rate = 0.02 if self.optimizer == "sgd" else 0.002
-        speeds = "cluster.speeds=[1, 2]"
+        speeds = f"cluster.speeds={[1, 2, 2][: self.num_workers]}"
         sampling = self.proportional and self.algorithm != "asynlocal"
         options = [f"optimizer.name={self.optimizer}", f"optimizer.learning_rate={rate}"]
-        return [f"algorithm.name={self.algorithm}", speeds, f"cluster.proportional={str(sampling).lower()}", *options]
+        workers = f"cluster.num_workers={self.num_workers}"
+        return [
+            workers,
+            f"algorithm.name={self.algorithm}",
+            speeds,
+            f"cluster.proportional={str(sampling).lower()}",
+            *options,
+        ]
 
 
 def arguments(case: Case, output: Path, name: str, *more: str) -> list[str]:
@@ -115,9 +123,10 @@ def record(run: Path) -> tuple[list[Any], dict[str, Any]]:
 
 
 def baseline(case: Case, output: Path) -> Path:
-    name = "-".join(["undisturbed", case.algorithm, str(case.proportional), case.optimizer])
+    n = case.num_workers
+    name = "-".join(["undisturbed", case.algorithm, str(case.proportional), case.optimizer, str(n)])
     if not (output / name / "summary.json").is_file():
-        assert run_workers(2, worker, arguments(case, output, name), seconds=100) == [0, 0]
+        assert run_workers(n, worker, arguments(case, output, name), seconds=100) == [0] * n
     return output / name
 
 
@@ -127,10 +136,11 @@ def stop_and_go_on(case: Case, output: Path, name: str) -> None:
     run = output / name
     every = f"checkpoint.every_steps={case.point or 7}"
     way = "evaluation" if case.point == EVALUATION else "kill" if case.is_kill else "leave"
-    outcomes: list[Outcome] = run_outcomes(2, worker, arguments(case, output, name, every), (way, case.point), seconds=100)
+    given = arguments(case, output, name, every)
+    outcomes: list[Outcome] = run_outcomes(case.num_workers, worker, given, (way, case.point), seconds=100)
     if not (run / "summary.json").is_file():  # the last points are so late that a kill comes after the end
         assert any(outcome.error is not None or outcome.result != 0 for outcome in outcomes)
-    assert run_workers(2, worker, arguments(case, output, name, every), seconds=100) == [0, 0]
+    assert run_workers(case.num_workers, worker, given, seconds=100) == [0] * case.num_workers
     assert not list(output.glob(f"{name}-2")), "a second folder was begun"
     assert record(run) == record(undisturbed)
     assert traces(run) == traces(undisturbed)

@@ -39,6 +39,8 @@ SAMPLE = [
     Case("ssgd", True, "adam", 11, False),  # the end of an epoch
     Case("pipe", False, "sgd", 5, True),  # a gradient in flight
     Case("asynlocal", False, "adam", 14, True),
+    Case("ssgd", True, "sgd", 8, False, num_workers=3),  # three: the order of a sum matters
+    Case("cocod", True, "sgd", 7, True, num_workers=3),
 ]
 
 
@@ -130,6 +132,30 @@ def test_another_number_of_workers_goes_on_from_the_weighted_mean(num_workers: i
     assert summary["final_accuracy"] > 0.9
 
 
+def test_new_checkpoints_of_other_workers_are_the_ones_gone_on_from(tmp_path: Path) -> None:
+    """Fewer steps an epoch than before must not make the old checkpoints look newer."""
+    given = half_done(tmp_path)
+    more = ["cluster.num_workers=4", "cluster.speeds=[1, 1, 1, 1]", "checkpoint.keep=1"]
+    run_outcomes(4, worker, [*given, *more, "checkpoint.every_steps=2"], ("leave", 10), seconds=100)
+    (newest,) = checkpoints_in(tmp_path / "run" / "checkpoints")
+    assert int(newest.name.removeprefix("step_")) > 12
+    assert len(list(newest.glob("worker_*"))) == 4
+    assert run_workers(4, worker, [*given, *more]) == [0] * 4
+
+
+def test_going_on_at_the_end_of_an_epoch_with_replanning(tmp_path: Path) -> None:
+    more = ["cluster.replan_epochs=1", "cluster.speeds=[1, 1]", "checkpoint.every_steps=16"]
+    given = half_done(tmp_path, *more, point=16)  # 200 // 12 steps an epoch
+    assert run_workers(2, worker, given) == [0, 0]
+
+
+def test_another_optimizer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    half_done(tmp_path)
+    given = arguments(CASE, tmp_path, "other", f"checkpoint.resume={tmp_path / 'run'}", "optimizer.name=adam")
+    assert run_workers(2, worker, given) == [2, 2]
+    assert "was saved with SGD, this run has Adam" in resume.said(tmp_path)
+
+
 def test_other_speeds_are_planned_anew(tmp_path: Path) -> None:
     given = half_done(tmp_path)
     assert run_workers(2, worker, [*given, "cluster.speeds=[2, 1]"]) == [0, 0]
@@ -149,6 +175,7 @@ def test_a_merged_state_is_the_weighted_mean_and_the_largest_counter(tmp_path: P
                 }
             ],
             "sync": {"attempts": 10 * (rank + 1), "rounds": 2, "in_flight": [torch.zeros(2)]},
+            **dict.fromkeys(("custom", "schedulers", "scaler")),
             "position": {"epoch": rank},
         }
         packing.write(tmp_path / f"{rank}", tree)
@@ -338,6 +365,38 @@ def library_loop(rank: int, folder: str, steps: int, prepared: bool) -> Any:
             checkpoints.save({"step": step + 1})
     sync.finish()
     return first, loops.snapshot(model), optimizer.param_groups[0]["lr"]
+
+
+def with_registered_object(rank: int, folder: str, expected: int) -> int:
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    from accelerate.accelerator import Accelerator
+
+    class Counter:
+        value = rank
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    accelerator, counter = Accelerator(cpu=True), Counter()
+    accelerator.register_for_checkpointing(counter)
+    model: Any = loops.make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoints = Checkpoints(folder, attach(model, optimizer, CoCoDSGD(period=3)), accelerator)
+    if checkpoints.resume() is None:
+        counter.value = expected + rank
+        checkpoints.save()
+    return counter.value
+
+
+def test_registered_objects_are_kept_per_worker_and_never_unpickled(tmp_path: Path) -> None:
+    """accelerate itself would unpickle anything for them."""
+    folder = str(tmp_path / "c")
+    assert run_workers(2, with_registered_object, folder, 7) == [7, 8]
+    assert not list(Path(folder).rglob("custom_checkpoint_*"))
+    assert run_workers(2, with_registered_object, folder, 0) == [7, 8]
 
 
 @pytest.mark.parametrize("prepared", [True, False])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -84,6 +85,11 @@ class Task:
         return len(cast(Sized, self.test))
 
 
+def _outlive_a_polite_end(worker: int) -> None:
+    """A launcher sends SIGTERM to all processes; those that load data are needed until the workers have saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def batches(
     data: Images | Dataset[Any],
     indices: Tensor,
@@ -102,7 +108,14 @@ def batches(
     # A generator of the caller's also seeds the loader's processes; torch's own would be drawn from at another place in a
     # run that was resumed.
     pin = device.type == "cuda"
-    loader = DataLoader(data, batch_sampler=groups, num_workers=loader_workers, pin_memory=pin, generator=generator)
+    loader = DataLoader(
+        data,
+        batch_sampler=groups,
+        num_workers=loader_workers,
+        pin_memory=pin,
+        generator=generator,
+        worker_init_fn=_outlive_a_polite_end,
+    )
     for inputs, labels in loader:
         yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
