@@ -7,9 +7,12 @@ CI runs a sample of it (``tests/test_resume.py``).
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -122,7 +125,16 @@ def record(run: Path) -> tuple[list[Any], dict[str, Any]]:
     return rows, {**kept, "reached": [seconds is not None for seconds in summary["time_to_accuracy"].values()]}
 
 
-def baseline(case: Case, output: Path) -> Path:
+@functools.cache
+def _baselines() -> Path:
+    """Undisturbed runs are made once, whoever asks."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def baseline(case: Case) -> Path:
+    output = _baselines()
     n = case.num_workers
     name = "-".join(["undisturbed", case.algorithm, str(case.proportional), case.optimizer, str(n)])
     if not (output / name / "summary.json").is_file():
@@ -132,7 +144,7 @@ def baseline(case: Case, output: Path) -> Path:
 
 def stop_and_go_on(case: Case, output: Path, name: str) -> None:
     """Stop at the case's point and go on: the same bits as the undisturbed run, or an AssertionError."""
-    undisturbed = baseline(case, output)
+    undisturbed = baseline(case)
     run = output / name
     every = f"checkpoint.every_steps={case.point or 7}"
     way = "evaluation" if case.point == EVALUATION else "kill" if case.is_kill else "leave"

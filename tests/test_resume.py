@@ -72,7 +72,7 @@ def signalled(rank: int, given: list[str], number: int, step: int) -> int:
 
 
 def test_sigterm_in_the_middle_of_a_step_saves_a_checkpoint_that_resumes_bitwise(tmp_path: Path) -> None:
-    undisturbed = resume.baseline(CASE, tmp_path)
+    undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run")
     assert run_workers(2, signalled, given, signal.SIGTERM, 13) == [143, 143]
     assert run_workers(2, worker, given) == [0, 0]
@@ -81,7 +81,7 @@ def test_sigterm_in_the_middle_of_a_step_saves_a_checkpoint_that_resumes_bitwise
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
-    undisturbed = resume.baseline(CASE, tmp_path)
+    undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run", "checkpoint.keep=9")
     assert run_workers(2, signalled, given, signal.SIGUSR1, 12) == [0, 0]
     # Asked for during step 13 of a round that ends after 14; known to all when that round's average lands, after 17.
@@ -91,15 +91,15 @@ def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_minutes_are_asked_for_and_old_checkpoints_go(tmp_path: Path) -> None:
-    undisturbed = resume.baseline(CASE, tmp_path)
+    undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run", "checkpoint.every_minutes=1e-9", "checkpoint.keep=3")
     assert run_workers(2, worker, given) == [0, 0]
     assert len(checkpoints_in(tmp_path / "run" / "checkpoints")) == 3
     assert resume.record(tmp_path / "run") == resume.record(undisturbed)
 
 
-def test_the_last_model_is_exported_for_load_state_dict(tmp_path: Path) -> None:
-    run = resume.baseline(CASE, tmp_path)
+def test_the_last_model_is_exported_for_load_state_dict() -> None:
+    run = resume.baseline(CASE)
     config = load_config([str(run / "config.yaml")])
     model = build_model(config, build_task(config))
     model.load_state_dict(load_file(run / "model.safetensors"))
@@ -254,7 +254,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("what", list(DAMAGE))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(what: str, tmp_path: Path) -> None:
-    undisturbed = resume.baseline(CASE, tmp_path)
+    undisturbed = resume.baseline(CASE)
     given = half_done(tmp_path)
     damage, message = DAMAGE[what]
     damage(tmp_path / "run" / "checkpoints" / "step_0000000012")
@@ -303,7 +303,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["disk", "folder"])
 def test_a_checkpoint_that_cannot_be_written_warns_and_training_goes_on(way: str, tmp_path: Path) -> None:
-    undisturbed = resume.baseline(CASE, tmp_path)
+    undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run", "checkpoint.every_steps=6")
     assert run_workers(2, failing_disk, given, way) == [0, 0]
     warnings = [line for line in resume.said(tmp_path).splitlines() if "could not be written" in line]
