@@ -28,8 +28,6 @@ LIBRARY = [
     "loading",
     "packing",
     "checkpoint",
-    "packing",
-    "checkpoint",
 ]
 TRAINER = [
     "schedule", "tables", "config", "runtime", "tasks", "calibration",
