@@ -98,7 +98,7 @@ class ClusterConfig:
     #: Relative speeds, one per worker; `measure`: found before training; a speeds.json: those of that run; null: all alike.
     speeds: Any = None
     #: How long `measure` takes at least, after its warm-up.
-    measure_seconds: float = 5.0
+    measure_seconds: float = 8.0
     #: Give faster workers larger batches and shards (section 3.2 of the paper).
     proportional: bool = False
     #: Keep this sum of batches; null: the slowest worker takes batch_size.

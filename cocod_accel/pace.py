@@ -44,7 +44,7 @@ def measure_speeds(
     *,
     warmup_steps: int = 3,
     min_steps: int = 10,
-    min_seconds: float = 5.0,
+    min_seconds: float = 8.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
     """How fast this and every other worker computes, all of them at once. Collective.
