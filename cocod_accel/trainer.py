@@ -433,6 +433,7 @@ class Trainer:
     def save(self) -> None:
         """All workers write a checkpoint; not training time."""
         self._now_at(f"the checkpoint of step {self.at.step}")
+        begin = time.perf_counter()
         self._check_losses()
         running = self.clock.is_running
         self.clock.stop()
@@ -451,6 +452,7 @@ class Trainer:
         self.at.shuffle = self.config.cluster.shuffle
         self.saved = self.checkpoints.save({**vars(self.at), "own": own}, name=f"step_{self.at.step:010d}")
         self.saved_at = time.monotonic()
+        self._span("checkpoint", begin, time.perf_counter())
         if running:
             self.clock.start()
 

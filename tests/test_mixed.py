@@ -288,8 +288,14 @@ def test_an_emulated_run_says_so_in_every_row(tmp_path: Path) -> None:
     files = [run / "metrics.jsonl", *(run / "spans").glob("*.jsonl")]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert all(row["emulated"] is True for row in rows)
-    assert {row["name"] for row in rows if row.get("rank") == 1} == {"compute", "stretch", "communicate", "wait"}
-    assert {row["name"] for row in rows if row.get("rank") == 0} == {"compute", "communicate", "wait"}
+    assert {row["name"] for row in rows if row.get("rank") == 1} == {
+        "compute",
+        "stretch",
+        "communicate",
+        "wait",
+        "checkpoint",
+    }
+    assert {row["name"] for row in rows if row.get("rank") == 0} == {"compute", "communicate", "wait", "checkpoint"}
     assert read_summary(run)["emulated"] == "slowdown [1, 2]; link 500 Mbit/s, 0.1 ms"
 
 

@@ -99,7 +99,7 @@ def test_cocod_train_prints_and_runs_the_accelerate_line(tmp_path: Path) -> None
     assert len(rows_of(run, "train")) == 12
     for rank in (0, 1):
         spans = [json.loads(line) for line in (run / "spans" / f"rank_{rank}.jsonl").read_text().splitlines()]
-        assert {span["name"] for span in spans} == {"compute", "communicate", "wait"}
+        assert {span["name"] for span in spans} == {"compute", "communicate", "wait", "checkpoint"}
         assert all(span.keys() == {"rank", "step", "name", "start", "end"} for span in spans)
         assert all(0 <= span["start"] <= span["end"] for span in spans)
         assert sum(span["name"] == "compute" for span in spans) == 64

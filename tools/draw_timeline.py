@@ -36,7 +36,7 @@ def main() -> None:
             shapes.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">worker {rank}</text>')
             for row in rows:
                 start, end = max(row["start"] - begin, 0), min(row["end"] - begin, options.seconds)
-                if row["rank"] != rank or start >= end:
+                if row["rank"] != rank or start >= end or row["name"] not in COLOURS:
                     continue
                 offset = 0 if row["name"] == "compute" else BAR + 1
                 left, width = LEFT + start * scale, max((end - start) * scale - 0.6, 0.6)
