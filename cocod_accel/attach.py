@@ -94,7 +94,7 @@ class Stats:
 
     #: Rounds that have ended.
     rounds: int
-    #: What this worker has begun to send, counted as a ring all-reduce: 2 (N - 1) / N of every payload.
+    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload.
     bytes: int
     #: Seconds the main thread was blocked by communication.
     exposed_seconds: float

@@ -108,11 +108,6 @@ class Traffic:
     spans: list[tuple[str, float, float]] | None = None
     _last_blocked: tuple[float, float] = (0.0, 0.0)
 
-    def sends(self, handle: Handle) -> Handle:
-        """Count the bytes of a collective when it is launched: saving a state waits for it, and must not change a count."""
-        self.num_bytes += handle.num_bytes
-        return handle
-
     def wait_for(self, handles: Sequence[Handle]) -> None:
         """Wait for collectives launched one after the other, and count what they cost together."""
         blocked_from = time.perf_counter()
@@ -236,8 +231,6 @@ class Replica:
             torch.mul(local.flat, self.weights.factor, out=scaled.flat)
         ballot = self._ballot(total.buffers[0].device)
         handle = self.comm.launch(total.buffers if ballot is None else [*total.buffers, ballot])
-        handle.num_bytes = ring_bytes(total.buffers, self.comm.size)
-        self.traffic.sends(handle)
         self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot)
 
     @torch.no_grad()
@@ -250,6 +243,7 @@ class Replica:
             # Minus (x_t - mean_t) rounds like plus (mean_t - x_t).
             torch._foreach_sub_(segment.tensors, segment.views)
         self._drift = self._in_flight.drift
+        self._count_bytes(self._in_flight)
         self._in_flight = None
 
     @torch.no_grad()
@@ -260,6 +254,7 @@ class Replica:
         flight, self._in_flight = self._in_flight, None
         assert flight.handle is not None, "a landed average keeps only its delta"
         self._arrive(flight, flight.handle)
+        self._count_bytes(flight)
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
             mean_(segment.flat, self.weights.total)
@@ -356,6 +351,10 @@ class Replica:
             self._count(ballot)
 
     # ---- details
+
+    def _count_bytes(self, flight: _InFlight) -> None:
+        """When an average is taken in, not when it arrives: a state saved in between must not change a count."""
+        self.traffic.num_bytes += ring_bytes(flight.total.buffers, self.comm.size)
 
     def _arrive(self, flight: _InFlight, handle: Handle) -> None:
         self.traffic.wait_for([handle])

@@ -57,9 +57,10 @@ def wait_for_rows(tmp_path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+WHERE = r"(step \d+|the evaluation after epoch \d+)"
 FAULTS = {
-    "killed": (signal.SIGKILL, r"error: worker {rank} died at step \d+"),
-    "frozen": (signal.SIGSTOP, r"error: worker {rank} has not answered for \d+ s; it was at step \d+"),
+    "killed": (signal.SIGKILL, "error: worker {rank} died at " + WHERE),
+    "frozen": (signal.SIGSTOP, r"error: worker {rank} has not answered for \d+ s; it was at " + WHERE),
 }
 
 

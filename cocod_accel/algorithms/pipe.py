@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.averaging import Replica
-from cocod_accel.comm import Handle
+from cocod_accel.comm import Handle, ring_bytes
 from cocod_accel.flat import FlatCopy, as_real
 
 
@@ -54,8 +54,8 @@ class PipeSGD(Algorithm):
         assert self._spare is not None
         for buffer in self._spare.buffers:
             self.replica.weights.scale_gradient_(buffer)
-        handle = self.replica.traffic.sends(self.replica.comm.launch(self._spare.buffers))
-        self._wait()
+        handle = self.replica.comm.launch(self._spare.buffers)
+        self._take_in()
         self._deliver(gradients)
         self._previous, self._spare, self._handle = self._spare, self._previous, handle
 
@@ -94,7 +94,7 @@ class PipeSGD(Algorithm):
         self._is_delivered = self._is_kept = False
 
     def drain(self) -> None:
-        self._wait()
+        self._take_in()
         self._previous = self._spare = None
         self._is_delivered = self._is_kept = False
 
@@ -136,6 +136,12 @@ class PipeSGD(Algorithm):
             torch._foreach_copy_(list(gradients.values()), [self._previous.views[p] for p in gradients])
         elif gradients:
             torch._foreach_zero_(list(gradients.values()))
+
+    def _take_in(self) -> None:
+        """Wait, and count what was sent; not when a state is saved, which must not change a count."""
+        self._wait()
+        if self._previous is not None:
+            self.replica.traffic.num_bytes += ring_bytes(self._previous.buffers, self.replica.comm.size)
 
     def _wait(self) -> None:
         handle, self._handle = self._handle, None

@@ -41,11 +41,12 @@ class SSGD(Algorithm):
     def reduce(self, bucket: Bucket) -> None:
         self.poll()
         self.replica.weights.scale_gradient_(bucket.flat)
-        self._handles.append(self.replica.traffic.sends(self.replica.comm.launch([bucket.flat])))
+        self._handles.append(self.replica.comm.launch([bucket.flat]))
 
     def complete(self, buckets: list[Bucket]) -> None:
         handles, self._handles = self._handles, []
         self.replica.traffic.wait_for(handles)
+        self.replica.traffic.num_bytes += sum(handle.num_bytes for handle in handles)
 
     def poll(self) -> None:
         for handle in self._handles:
