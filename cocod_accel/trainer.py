@@ -141,14 +141,14 @@ class Position:
     fixed: list[float] | None = None
     #: Of the random crops and flips.
     generator: Tensor | None = None
-    #: Steps of this epoch, and samples of all workers: for a resumption with other workers.
-    steps: int = 0
+    #: Of all workers.
     all_samples: float = 0.0
     #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
     first_batches: list[int] = field(default_factory=list)
     all_steps: list[int] = field(default_factory=list)
     shuffle: str = ""
-    #: The shared step at which a checkpoint was last thought of.
+    #: Steps since a checkpoint was last due, and where in the epoch that was last looked at.
+    shared_steps: int = 0
     last_shared: int = 0
 
 
@@ -192,6 +192,9 @@ class Trainer:
         self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
         self.losses = torch.zeros((), device=accelerator.device)
         self.is_stopped = False
+        # What marks rows and lines of an emulated run; here, because a row is made in every step.
+        self._label: dict[str, Any] = {} if config.emulated is None else {"emulated": True}
+        self._note = " (emulated)" if self._label else ""
         self._generator = torch.Generator()
         self._unchecked: list[Tensor] = []
         self._spans: list[dict[str, Any]] = []
@@ -221,7 +224,7 @@ class Trainer:
             if (epoch + 1) % self.config.evaluation.every_epochs == 0 or is_last:
                 self._evaluate(epoch, bar)
             self._write_spans()
-            self.at.epoch, self.at.index = epoch + 1, 0
+            self.at.epoch, self.at.index, self.at.last_shared = epoch + 1, 0, 0
             self.losses.zero_()
             if replan is not None and (epoch + 1) % replan == 0 and not is_last:
                 self._replan(epoch + 1, bar)
@@ -408,11 +411,13 @@ class Trainer:
         steps = self.work.steps[at.epoch] if at.epoch < len(self.work.steps) else 0
         at_start = sum(self.work.steps[: at.epoch])
         period = 1 if self.work.algorithm.same_period else self.work.algorithm.period.at(at_start)
-        rounds = int(at.index / max(at.steps, 1) * (steps // period))
+        saved_steps = at.all_steps[0]  # worker 0's, as everything here
+        rounds = int(at.index / saved_steps * (steps // period))
         # The mean loss of the epoch so far stays what it was.
         self.losses.mul_(rounds * period / max(at.index, 1))
         at.index, at.generator, at.first_batches = rounds * period, None, list(self.work.plan.batches)
         at.moved_batches = at.paces = at.fixed = None
+        at.last_shared = self._shared_step()
         at.seed = f"{self.config.seed}/resumed at {at.step}"
         at.samples = round(at.all_samples / self._all_samples_per_own(min(at.epoch, len(self.work.steps) - 1)))
         self.sync.start_at(at_start + at.index)
@@ -446,7 +451,6 @@ class Trainer:
             "pace": self.pace.seconds,
         }
         epoch = min(self.at.epoch, len(self.work.steps) - 1)
-        self.at.steps = self.work.steps[epoch]
         self.at.generator = self._generator.get_state()
         self.at.all_steps = self._all_steps(epoch)
         self.at.shuffle = self.config.cluster.shuffle
@@ -457,11 +461,9 @@ class Trainer:
             self.clock.start()
 
     def _shared_step(self) -> int:
-        """The steps of the worker that takes fewest; the same on all of them where they meet."""
-        epoch = min(self.at.epoch, len(self.work.steps) - 1)
-        slowest = min(range(len(self.work.plan.batches)), key=lambda rank: self.work.all_steps[epoch][rank])
-        before = sum(steps[slowest] for steps in self.work.all_steps[: self.at.epoch])
-        return before + self.at.index * self.work.all_steps[epoch][slowest] // self.work.steps[epoch]
+        """Steps in this epoch of the worker that takes fewest; the same on all of them where they meet."""
+        everybodys = self.work.all_steps[min(self.at.epoch, len(self.work.all_steps) - 1)]
+        return int(self.at.index * min(everybodys) // everybodys[self.rank])
 
     def _is_save_due(self) -> bool:
         """Whether a checkpoint is due by the number of steps. Minutes are asked for, because clocks differ."""
@@ -472,9 +474,13 @@ class Trainer:
             self.sync.request(save=True)
         if options.every_steps is None or not (self.work.algorithm.same_period or self.sync.is_round_start):
             return False
-        now, before = self._shared_step(), self.at.last_shared
+        # Counted on from epoch to epoch, and from one number of workers to another.
+        now = self._shared_step()
+        self.at.shared_steps += now - self.at.last_shared
         self.at.last_shared = now
-        return now // options.every_steps > before // options.every_steps
+        is_due = self.at.shared_steps >= options.every_steps
+        self.at.shared_steps %= options.every_steps
+        return is_due
 
     # ---- batches that follow the workers' speeds
 
@@ -586,14 +592,6 @@ class Trainer:
         row = {"epoch": epoch, "speeds": list(speeds), "batches": list(plan.batches), "weights": list(plan.weights)}
         if self.is_main:
             self.folder.row({"kind": "plan", "step": self.step, **row, **self._label})
-
-    @property
-    def _note(self) -> str:
-        return "" if self.config.emulated is None else " (emulated)"
-
-    @property
-    def _label(self) -> dict[str, Any]:
-        return {} if self.config.emulated is None else {"emulated": True}
 
     def _write_row(self, kind: str, row: dict[str, Any], bar: Any) -> None:
         if not self.is_main:

@@ -89,7 +89,7 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
 
     def save(self: Trainer) -> None:
         saved(self)
-        if stop is not None and stop[0] == "leave" and self._shared_step() >= stop[1]:
+        if stop is not None and stop[0] == "leave" and self.step >= stop[1]:
             raise SystemExit(7)
 
     def evaluate(self: Trainer, epoch: int, bar: Any) -> None:
