@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from cocod_accel.comm import default_group, exchange_reports
 from cocod_accel.config import Config
 from cocod_accel.pace import Pace, measure_speeds
-from cocod_accel.runtime import has_core_each, kept_randomness
+from cocod_accel.randomness import kept_randomness
+from cocod_accel.runtime import has_core_each
 from cocod_accel.sharding import WorkPlan, seeded_generator
 from cocod_accel.tables import aligned
 from cocod_accel.tasks import Task, build_model, build_optimizer

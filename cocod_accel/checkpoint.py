@@ -10,19 +10,15 @@ Nothing is unpickled that is not restricted to tensors and numbers (``weights_on
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
-import math
-import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +26,9 @@ from cocod_accel import packing
 from cocod_accel.attach import Sync
 from cocod_accel.comm import try_together
 from cocod_accel.ddp import unwrap
+from cocod_accel.engine import engine_state, load_engine_state
+from cocod_accel.merging import merged
+from cocod_accel.randomness import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +175,8 @@ class Checkpoints:
             "schedulers": [_packable(thing.state_dict()) for thing in getattr(self._accelerator, "_schedulers", [])],
             "sync": self._sync.state_dict(),
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
-            "engine": _engine_state(self._subject.engine),
-            "random": _random_state(),
+            "engine": engine_state(self._subject.engine),
+            "random": random_state(),
             "position": self._position,
         }
         packing.write(Path(folder) / _worker_file(self._rank), tree)
@@ -271,7 +270,7 @@ class Checkpoints:
                 raise CheckpointError(f"{path}: {error}")
             if self._scaler is not None:
                 self._scaler.load_state_dict(self._loaded["scaler"])
-            _set_random_state(self._loaded["random"])
+            set_random_state(self._loaded["random"])
             return Resumed(path, self._loaded["position"], True, len(weights))
         tree = merged([path / _worker_file(rank) for rank in range(len(weights))], weights)
         self._custom_objects = list(getattr(self._accelerator, "_custom_objects", []))
@@ -301,7 +300,7 @@ class Checkpoints:
             else:
                 optimizer.load_state_dict(state)
         self._sync.load_state_dict(tree["sync"])
-        _load_engine_state(self._subject.engine, tree["engine"])
+        load_engine_state(self._subject.engine, tree["engine"])
         self._loaded = tree
 
     def _load_model(self, tree: Any) -> None:
@@ -390,79 +389,3 @@ def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any])
         return state
 
     handle = optimizer.register_load_state_dict_pre_hook(replaced)
-
-
-_ENGINE_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-
-
-def _engine_state(engine: Any) -> dict[str, Any] | None:
-    """What a DeepSpeed engine counts, and its scheduler."""
-    if engine is None:
-        return None
-    scheduler = engine.lr_scheduler
-    state = {name: getattr(engine, name) for name in _ENGINE_COUNTERS}
-    return {**state, "scheduler": scheduler.state_dict() if scheduler is not None else None}
-
-
-def _load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
-    if engine is not None and state is not None:
-        for name in _ENGINE_COUNTERS:
-            setattr(engine, name, state[name])
-        if engine.lr_scheduler is not None and state["scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(state["scheduler"])
-
-
-# ------------------------------------------------------------------------------- another number of workers
-
-
-def merged(files: Sequence[Path], weights: Sequence[float]) -> Any:
-    """One state from those of all saved workers: floating values are weighted means, counters the largest."""
-    states = [packing.read(file) for file in files]
-    parts = [{key: state[key] for key in ("model", "buffers", "optimizers")} for state in states]
-    sync = {key: max(state["sync"][key] for state in states) for key in ("attempts", "rounds")}
-    others = {key: states[0][key] for key in ("position", "custom", "schedulers", "scaler")}
-    return {**_merge(parts, weights), **others, "sync": {**states[0]["sync"], **sync}}
-
-
-def _merge(nodes: Sequence[Any], weights: Sequence[float], key: Any = None) -> Any:
-    first = nodes[0]
-    if isinstance(first, dict):
-        held = {name: [i for i, node in enumerate(nodes) if name in node] for node in nodes for name in node}
-        return {
-            name: _merge([nodes[i][name] for i in owners], [weights[i] for i in owners], name)
-            for name, owners in held.items()
-        }
-    if isinstance(first, list | tuple):
-        return type(first)(_merge(items, weights, key) for items in zip(*nodes, strict=True))
-    if isinstance(first, Tensor):
-        if key != "step" and (first.is_floating_point() or first.is_complex()):
-            wide = torch.complex128 if first.is_complex() else torch.float64
-            total = sum((w * node.to(wide) for w, node in zip(weights, nodes, strict=True)), torch.zeros((), dtype=wide))
-            return total.div(math.fsum(weights)).to(first.dtype)
-        return functools.reduce(torch.maximum, nodes)
-    is_number = isinstance(first, int | float) and not isinstance(first, bool)
-    return max(nodes) if is_number else first
-
-
-# ---------------------------------------------------------------------------------------------- random numbers
-
-
-def _random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

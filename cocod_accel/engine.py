@@ -108,3 +108,23 @@ def reduce_gradients(method: Algorithm, parameters: list[nn.Parameter]) -> None:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+_ENGINE_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def engine_state(engine: Any) -> dict[str, Any] | None:
+    """What a DeepSpeed engine counts, and its scheduler."""
+    if engine is None:
+        return None
+    scheduler = engine.lr_scheduler
+    state = {name: getattr(engine, name) for name in _ENGINE_COUNTERS}
+    return {**state, "scheduler": scheduler.state_dict() if scheduler is not None else None}
+
+
+def load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
+    if engine is not None and state is not None:
+        for name in _ENGINE_COUNTERS:
+            setattr(engine, name, state[name])
+        if engine.lr_scheduler is not None and state["scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(state["scheduler"])

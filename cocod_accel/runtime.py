@@ -123,19 +123,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@contextmanager
-def kept_randomness() -> Iterator[None]:
-    """Whatever is drawn inside has not been drawn afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
 def has_core_each() -> bool:
     """Whether every worker on this machine can have a CPU core of its own."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))

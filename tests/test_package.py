@@ -26,7 +26,9 @@ LIBRARY = [
     "sharding",
     "pace",
     "loading",
+    "randomness",
     "packing",
+    "merging",
     "checkpoint",
 ]
 TRAINER = [

@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import Checkpoints, CoCoDSGD, attach, packing
-from cocod_accel.checkpoint import CheckpointError, checkpoints_in, merged
+from cocod_accel.checkpoint import CheckpointError, checkpoints_in
 from cocod_accel.config import ConfigError, load_config
+from cocod_accel.merging import merged
 from cocod_accel.metrics import Place, RunFolder
 from cocod_accel.report import read_summary
 from cocod_accel.tasks import build_model, build_task
