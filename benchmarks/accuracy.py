@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.runs import train
 from cocod_accel import ALGORITHMS
 from cocod_accel.report import read_summary
 from cocod_accel.tables import aligned
@@ -31,17 +30,7 @@ def main() -> None:
         folder = options.out / f"{name}-{seed}"
         if (folder / "summary.json").is_file():
             continue
-        overrides = [f"algorithm.name={name}", f"seed={seed}", f"name={folder.name}", f"output={options.out}"]
-        command = [
-            sys.executable,
-            "-m",
-            "cocod_accel.cli",
-            "train",
-            "configs/quickstart.yaml",
-            *overrides,
-            "logging.trackers=[]",
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        train(options.out, folder.name, f"algorithm.name={name}", f"seed={seed}")
     rows = [["algorithm", "", "mean", "lowest", "highest", "st. dev.", "n"]]
     means = {}
     for name in ALGORITHMS:

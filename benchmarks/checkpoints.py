@@ -10,29 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.runs import train
+
 
 def shares(folder: Path, name: str) -> list[float]:
     """Of each worker: seconds in checkpoints over seconds from its first step to its last."""
-    command = [
-        sys.executable,
-        "-m",
-        "cocod_accel.cli",
-        "train",
-        "configs/quickstart.yaml",
-        f"output={folder}",
-        f"name={name}",
-    ]
-    options = ["logging.trackers=[]", "checkpoint.every_epochs=null", "checkpoint.every_steps=200"]
-    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    run = train(folder, name, "checkpoint.every_epochs=null", "checkpoint.every_steps=200")
     found = []
-    for file in sorted((folder / name / "spans").glob("*.jsonl")):
+    for file in sorted((run / "spans").glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         steps = [row for row in rows if row["name"] == "compute"]
         saves = [

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks import runs
 from cocod_accel.report import read_summary
 from cocod_accel.tables import aligned
 
@@ -28,18 +27,7 @@ VARIANTS = ["ssgd", "ssgd_ps", "cocod", "cocod_ps"]
 
 
 def train(folder: Path, name: str, *overrides: str) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "cocod_accel.cli",
-        "train",
-        "configs/quickstart.yaml",
-        f"output={folder}",
-        f"name={name}",
-    ]
-    fixed = ["batch_size=64", "schedule.decay_epochs=[]", "logging.trackers=[]", *overrides]
-    subprocess.run([*command, *fixed], check=True, stdout=subprocess.DEVNULL)
-    return folder / name
+    return runs.train(folder, name, "batch_size=64", "schedule.decay_epochs=[]", *overrides)
 
 
 def balance(run: Path) -> tuple[float, float]:
