@@ -28,7 +28,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +37,26 @@ from accelerate.accelerator import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.attach import attach
 from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
 from cocod_accel.comm import bytes_of
-from cocod_accel.config import Config, ConfigError, save_config
+from cocod_accel.config import Config, save_config
 from cocod_accel.faults import Watch
 from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.pace import Pace, relative_speeds
 from cocod_accel.packing import flush
 from cocod_accel.runtime import has_core_each
-from cocod_accel.schedule import learning_rate, period_in_epoch, period_in_steps
+from cocod_accel.schedule import learning_rate
 from cocod_accel.sharding import (
-    WorkPlan,
     balanced_batches,
     fixed_shares,
-    local_periods,
-    plan_workers,
     seeded_generator,
-    steps_in_shards,
     with_batches,
 )
 from cocod_accel.tasks import Task, build_optimizer
 from cocod_accel.tasks.data import batches
 from cocod_accel.trackers import Trackers
+from cocod_accel.work import Position, Work
 
 #: Batches are moved only if that makes a step at least this much shorter; moving costs a blocking average.
 _WORTH_MOVING = 0.05
@@ -70,86 +66,6 @@ _FEWEST = 8
 
 class NonFiniteLossError(RuntimeError):
     """A worker's loss is no longer a number."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one worker does: its algorithm, its batches, and the steps of every epoch."""
-
-    algorithm: Algorithm
-    plan: WorkPlan
-    #: Of every epoch, each worker's.
-    all_steps: tuple[tuple[int, ...], ...]
-    rank: int
-
-    @classmethod
-    def of(cls, config: Config, num_samples: int, rank: int) -> Work:
-        """Plan the run for worker ``rank``."""
-        kind: Any = ALGORITHMS[config.algorithm.name]
-        by_epoch = config.period_by_epoch
-        periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs)]
-        own_period = not kind.same_period
-        try:
-            plan = plan_workers(
-                config.speeds,
-                num_samples,
-                base_batch=config.batch_size,
-                global_batch=config.cluster.global_batch,
-                proportional=config.cluster.proportional,
-                period=periods[-1] if own_period else None,
-            )
-            rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
-            all_steps = tuple(steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in periods)
-        except ValueError as error:
-            total = config.cluster.global_batch
-            key = f"batch_size={config.batch_size}" if total is None else f"cluster.global_batch={total}"
-            raise ConfigError(f"{key}: {error}") from error
-        if own_period:
-            by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
-        takes_period = kind.__init__ is Algorithm.__init__
-        steps = [everybodys[rank] for everybodys in all_steps]
-        algorithm = kind(period=period_in_steps(by_epoch, steps)) if takes_period else kind()
-        return cls(algorithm, plan, all_steps, rank)
-
-    @property
-    def steps(self) -> list[int]:
-        """This worker's, of every epoch."""
-        return [everybodys[self.rank] for everybodys in self.all_steps]
-
-    @property
-    def batch(self) -> int:
-        return self.plan.batches[self.rank]
-
-
-@dataclass
-class Position:
-    """Where a worker is in its run; what a checkpoint keeps besides model, optimizer and averages."""
-
-    #: What batches are drawn from; another one after a resumption with other workers.
-    seed: int | str
-    epoch: int = 0
-    #: Steps taken in this epoch.
-    index: int = 0
-    step: int = 0
-    samples: int = 0
-    accuracy: float = 0.0
-    best_accuracy: float = 0.0
-    #: Batches that were moved; None: those of the configuration.
-    moved_batches: list[int] | None = None
-    #: (batch, seconds) of every worker when batches were last thought of, and the share of a step that is fixed.
-    paces: list[list[float]] | None = None
-    fixed: list[float] | None = None
-    #: Of the random crops and flips.
-    generator: Tensor | None = None
-    #: Of all workers.
-    all_samples: float = 0.0
-    #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
-    first_batches: list[int] = field(default_factory=list)
-    all_steps: list[int] = field(default_factory=list)
-    shuffle: str = ""
-    #: Steps since a checkpoint was last due, and where in the epoch that was last looked at.
-    shared_steps: int = 0
-    last_shared: int = 0
 
 
 class Trainer:

@@ -11,7 +11,7 @@ from cocod_accel import train
 from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.config import Config, ConfigError, load_config, save_config
 from cocod_accel.schedule import learning_rate
-from cocod_accel.trainer import Work
+from cocod_accel.work import Work
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

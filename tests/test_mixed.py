@@ -21,7 +21,8 @@ from cocod_accel.pace import Pace
 from cocod_accel.report import comparison, read_summary
 from cocod_accel.schedule import learning_rate
 from cocod_accel.tasks import build_model, build_task
-from cocod_accel.trainer import Trainer, Work
+from cocod_accel.trainer import Trainer
+from cocod_accel.work import Work
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
 from tests.test_trainer import ROOT, TINY, as_launched, rows_of

@@ -33,7 +33,7 @@ LIBRARY = [
 ]
 TRAINER = [
     "schedule", "tables", "config", "runtime", "tasks", "calibration",
-    "faults", "metrics", "trackers", "trainer", "report", "train",
+    "faults", "metrics", "trackers", "work", "trainer", "report", "train",
     "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER

@@ -1,0 +1,93 @@
+"""What one worker does in a run, and where it is in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.config import Config, ConfigError
+from cocod_accel.schedule import period_in_epoch, period_in_steps
+from cocod_accel.sharding import WorkPlan, local_periods, plan_workers, steps_in_shards
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one worker does: its algorithm, its batches, and the steps of every epoch."""
+
+    algorithm: Algorithm
+    plan: WorkPlan
+    #: Of every epoch, each worker's.
+    all_steps: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def of(cls, config: Config, num_samples: int, rank: int) -> Work:
+        """Plan the run for worker ``rank``."""
+        kind: Any = ALGORITHMS[config.algorithm.name]
+        by_epoch = config.period_by_epoch
+        periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs)]
+        own_period = not kind.same_period
+        try:
+            plan = plan_workers(
+                config.speeds,
+                num_samples,
+                base_batch=config.batch_size,
+                global_batch=config.cluster.global_batch,
+                proportional=config.cluster.proportional,
+                period=periods[-1] if own_period else None,
+            )
+            rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
+            all_steps = tuple(steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in periods)
+        except ValueError as error:
+            total = config.cluster.global_batch
+            key = f"batch_size={config.batch_size}" if total is None else f"cluster.global_batch={total}"
+            raise ConfigError(f"{key}: {error}") from error
+        if own_period:
+            by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
+        takes_period = kind.__init__ is Algorithm.__init__
+        steps = [everybodys[rank] for everybodys in all_steps]
+        algorithm = kind(period=period_in_steps(by_epoch, steps)) if takes_period else kind()
+        return cls(algorithm, plan, all_steps, rank)
+
+    @property
+    def steps(self) -> list[int]:
+        """This worker's, of every epoch."""
+        return [everybodys[self.rank] for everybodys in self.all_steps]
+
+    @property
+    def batch(self) -> int:
+        return self.plan.batches[self.rank]
+
+
+@dataclass
+class Position:
+    """Where a worker is in its run; what a checkpoint keeps besides model, optimizer and averages."""
+
+    #: What batches are drawn from; another one after a resumption with other workers.
+    seed: int | str
+    epoch: int = 0
+    #: Steps taken in this epoch.
+    index: int = 0
+    step: int = 0
+    samples: int = 0
+    accuracy: float = 0.0
+    best_accuracy: float = 0.0
+    #: Batches that were moved; None: those of the configuration.
+    moved_batches: list[int] | None = None
+    #: (batch, seconds) of every worker when batches were last thought of, and the share of a step that is fixed.
+    paces: list[list[float]] | None = None
+    fixed: list[float] | None = None
+    #: Of the random crops and flips.
+    generator: Tensor | None = None
+    #: Of all workers.
+    all_samples: float = 0.0
+    #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
+    first_batches: list[int] = field(default_factory=list)
+    all_steps: list[int] = field(default_factory=list)
+    shuffle: str = ""
+    #: Steps since a checkpoint was last due, and where in the epoch that was last looked at.
+    shared_steps: int = 0
+    last_shared: int = 0
