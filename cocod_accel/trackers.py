@@ -38,7 +38,9 @@ class Trackers:
 
         def end(tracker: Any) -> None:
             if tracker.name == "wandb":
-                tracker.tracker.summary.update(_plain(summary))
+                # What is still open of the last step would overwrite the summary's training time when it is written.
+                tracker.tracker.log({}, commit=True)
+                tracker.tracker.summary.update(_plain(reached(summary)))
             tracker.finish()
 
         self._each(end)
@@ -72,6 +74,8 @@ def _make(name: str, config: Config, folder: Path) -> Any:
             resume="allow" if is_resumed and config.logging.wandb_mode == "online" else None,
             name=folder.name,
             group=config.logging.group or config.task.name.replace(":", "."),
+            # Within a group, seeds of one algorithm belong together.
+            job_type=f"{config.algorithm.name}{'-ps' if config.cluster.proportional else ''}",
             tags=[
                 config.algorithm.name,
                 *(["proportional"] if config.cluster.proportional else []),
@@ -88,11 +92,22 @@ def _make(name: str, config: Config, folder: Path) -> Any:
         tracker.tracker.define_metric("train_seconds")
         for pattern in ("eval/*", "train/*", "comm/*"):
             tracker.tracker.define_metric(pattern, step_metric="train_seconds")
+        # The columns of the runs table: the best of a run, not its last.
+        for name, best in (("eval/accuracy", "max"), ("eval/test_loss", "min"), ("eval/train_loss", "min")):
+            tracker.tracker.define_metric(name, step_metric="train_seconds", summary=best)
     else:
         tracker = TensorBoardTracker("tensorboard", logging_dir=str(folder))
         tracker.start()
     tracker.store_init_configuration(_plain(dataclasses.asdict(config)))
     return tracker
+
+
+def reached(summary: dict[str, Any]) -> dict[str, Any]:
+    """Without the targets that were never reached: a column of numbers sorts, one of numbers and words does not."""
+    times = summary.get("time_to_accuracy")
+    if times is None:
+        return summary
+    return {**summary, "time_to_accuracy": {target: seconds for target, seconds in times.items() if seconds is not None}}
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
