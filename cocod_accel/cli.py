@@ -1,4 +1,4 @@
-"""The ``cocod`` command: train, compare, doctor, list."""
+"""The ``cocod`` command: train, compare, watch, trace, doctor, list."""
 
 from __future__ import annotations
 
@@ -25,10 +25,24 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument("--dry-run", action="store_true", help="print the line and check the configuration, run nothing")
     train.set_defaults(run=_train)
 
-    compare = commands.add_parser("compare", help="a table of runs that have ended")
-    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    compare = commands.add_parser("compare", help="runs side by side: a table, the paper's figures, a page")
+    compare.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders, or folders that hold them")
     compare.add_argument("--target", type=float, help="accuracy for the time to accuracy, e.g. 0.85")
+    compare.add_argument("--baseline", help="what speedup is measured against: an algorithm, or a row's name; default: ssgd")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="write tables, figures and report.html there")
+    compare.add_argument("--from-wandb", type=Path, action="append", default=[], metavar="DIR", help="offline wandb run files below DIR")
     compare.set_defaults(run=_compare)
+
+    watch = commands.add_parser("watch", help="a run that is running, in the terminal")
+    watch.add_argument("folder", type=Path, metavar="RUN", help="its run folder")
+    watch.add_argument("--once", action="store_true", help="print where it is and end; the default without a terminal")
+    watch.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look; default: 1")
+    watch.set_defaults(run=_watch)
+
+    trace = commands.add_parser("trace", help="who computed and communicated when, for chrome://tracing and ui.perfetto.dev")
+    trace.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    trace.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json in the run folder")
+    trace.set_defaults(run=_trace)
 
     commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
@@ -88,9 +102,42 @@ def _launch(command: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from cocod_accel.report import comparison, read_summary
+    from cocod_accel.report.groups import compare
+    from cocod_accel.report.tables import terminal
+    from cocod_accel.report.writing import collect, write_all
 
-    print(comparison([read_summary(run) for run in options.runs], options.target))
+    runs, problems = collect(options.runs, options.from_wandb)
+    if not runs:
+        raise ValueError(problems[0] if len(problems) == 1 else f"{problems[0]} (and {len(problems) - 1} more like it)")
+    comparison = compare(runs, options.target, options.baseline)
+    print(terminal(comparison))
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    if options.out is None:
+        print("figures and an interactive page: add --out DIR")
+    else:
+        written = write_all(comparison, options.out)
+        print(f"{len(written)} files in {options.out}; open {options.out / 'report.html'}")
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from cocod_accel.report.watch import watch
+
+    return watch(options.folder, sys.stdout, once=options.once or not sys.stdout.isatty(), every_seconds=options.every)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from cocod_accel.report.runs import find_runs
+    from cocod_accel.report.spans import read_spans
+    from cocod_accel.report.trace import write_trace
+
+    folders = [folder for given in options.runs for folder in find_runs(given)]
+    if options.out is None and len(folders) > 1:
+        raise ValueError(f"--out: name the file for the {len(folders)} runs together, e.g. --out trace.json")
+    path = options.out or folders[0] / "trace.json"
+    num_spans = write_trace({folder.name: read_spans(folder) for folder in folders}, path)
+    print(f"{num_spans} spans in {path}; open it in ui.perfetto.dev or chrome://tracing")
     return 0
 
 

@@ -1,0 +1,155 @@
+"""The curves behind the figures: a group's mean over its seeds, and the speedup over the number of workers."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from cocod_accel.report.groups import Group, Stat, base_label, compared, differing_keys
+from cocod_accel.report.runs import Run, is_number
+
+#: What changes with the number of workers by itself.
+_BY_WORKERS = frozenset({"cluster.num_workers", "cluster.speeds", "cluster.global_batch", "emulate.slowdown"})
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation, or the mean of one evaluation over seeds."""
+
+    epoch: float
+    seconds: float
+    num_bytes: float
+    accuracy: float
+    train_loss: float
+    accuracy_spread: float = 0.0
+    train_loss_spread: float = 0.0
+
+
+def points(run: Run) -> list[Point]:
+    """A run's evaluations; what was sent until then is interpolated between its training rows."""
+    result = []
+    sent = sent_until(run)
+    for row in run.evaluations:
+        if is_number(row.get("train_seconds")):
+            result.append(
+                Point(
+                    epoch=float(row.get("epoch", math.nan)),
+                    seconds=float(row["train_seconds"]),
+                    num_bytes=interpolated(float(row.get("step", math.nan)), sent),
+                    accuracy=float(row["accuracy"]),
+                    train_loss=float(row["train_loss"]) if is_number(row.get("train_loss")) else math.nan,
+                )
+            )
+    return result
+
+
+def sent_until(run: Run) -> list[tuple[float, float]]:
+    """(step, bytes), increasing in step."""
+    known: dict[float, float] = {0.0: 0.0}
+    for row in run.training:
+        if is_number(row.get("comm_bytes")) and is_number(row.get("step")):
+            known[float(row["step"])] = float(row["comm_bytes"])
+    last = [row for row in run.rows if is_number(row.get("step"))]
+    if run.summary is not None and last:
+        known[float(last[-1]["step"])] = float(run.summary["comm_bytes"])
+    return sorted(known.items())
+
+
+def epochs_of_steps(run: Run) -> list[tuple[float, float]]:
+    """(step, epoch) where it is known: at evaluations, and on to the last row at the same pace."""
+    known = [(0.0, 0.0)]
+    known += [(float(r["step"]), float(r["epoch"])) for r in run.evaluations if is_number(r.get("step")) and is_number(r.get("epoch"))]
+    last = max((float(row["step"]) for row in run.rows if is_number(row.get("step"))), default=0.0)
+    if len(known) > 1 and last > known[-1][0] > 0:
+        known.append((last, known[-1][1] * last / known[-1][0]))
+    return known
+
+
+def interpolated(x: float, known: Sequence[tuple[float, float]]) -> float:
+    """The value at ``x`` on the line through known points; after the last one, its value."""
+    index = bisect_left([key for key, _ in known], x)
+    if math.isnan(x) or not known:
+        return math.nan
+    if index == 0 or index == len(known):
+        return known[min(index, len(known) - 1)][1]
+    (left, low), (right, high) = known[index - 1], known[index]
+    return low + (high - low) * (x - left) / (right - left)
+
+
+def mean_points(group: Group) -> list[Point]:
+    """The mean over seeds, evaluation by evaluation, as far as every seed has come."""
+    result = []
+    for same in zip(*(points(run) for run in group.runs), strict=False):
+        accuracy, loss = Stat.of([p.accuracy for p in same]), Stat.of([p.train_loss for p in same])
+        result.append(
+            Point(
+                epoch=same[0].epoch,
+                seconds=Stat.of([p.seconds for p in same]).mean,
+                num_bytes=Stat.of([p.num_bytes for p in same]).mean,
+                accuracy=accuracy.mean,
+                train_loss=loss.mean,
+                accuracy_spread=accuracy.spread or 0.0,
+                train_loss_spread=loss.spread or 0.0,
+            )
+        )
+    return result
+
+
+# ------------------------------------------------------------------------------------- number of workers
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Time speedup over the number of workers, against one group (figure 4 of the paper)."""
+
+    #: What speedup 1 is.
+    reference: str
+    #: Series by name: (workers, speedup).
+    series: Mapping[str, Sequence[tuple[int, float]]]
+    num_reference_workers: int
+
+
+def scaling(groups: Sequence[Group], baseline: str | None = None) -> Scaling | None:
+    """Seconds an epoch of a reference over everybody's; None if all have the same number of workers.
+
+    The reference is the group on fewest workers, of the baseline's algorithm if there are several. On one worker the
+    algorithms are one and the same, so that is then where every curve begins.
+    """
+    whole = [group for group in groups if group.first.is_finished]
+    if len({group.first.num_workers for group in whole}) < 2:
+        return None
+    fewest = min(group.first.num_workers for group in whole)
+    smallest = [group for group in whole if group.first.num_workers == fewest]
+    reference = next((group for group in smallest if base_label(group.first) == (baseline or "ssgd")), smallest[0])
+    per_epoch = _epoch_seconds(reference)
+    series: dict[str, list[tuple[int, float]]] = {}
+    names = _series_names(whole)
+    ranked = sorted(zip(names, whole, strict=True), key=lambda pair: (pair[0], pair[1].first.num_workers))
+    for name, members in groupby(ranked, key=lambda pair: pair[0]):
+        found = [(group.first.num_workers, per_epoch / _epoch_seconds(group)) for _, group in members]
+        if fewest == 1 and found[0][0] > 1:
+            found.insert(0, (1, 1.0))
+        series[name] = found
+    where = f"{base_label(reference.first)} on {fewest} worker{'s' if fewest > 1 else ''}"
+    return Scaling(where, series, fewest)
+
+
+def _epoch_seconds(group: Group) -> float:
+    return group.stats["train_seconds"].mean / group.first.epochs
+
+
+def _series_names(groups: Sequence[Group]) -> list[str]:
+    """Labels without what differs because of the number of workers."""
+    names = []
+    for group in groups:
+        alike = [compared(other.first) for other in groups if base_label(other.first) == base_label(group.first)]
+        keys = differing_keys(alike) - _BY_WORKERS
+        config: dict[str, Any] = group.config
+        parts = [f"{key.split('.')[-1]}={config.get(key, '-')}" for key in sorted(keys)]
+        clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
+        names.append(" ".join([base_label(group.first), *parts, *clock]))
+    return names

@@ -1,0 +1,243 @@
+"""The paper's figures as PNG and SVG: loss over epochs, accuracy over time, speedup over workers, and the timeline.
+
+The only importer of matplotlib, through its object interface: no global state, no display.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from cocod_accel.report.curves import Point, Scaling, mean_points, points
+from cocod_accel.report.groups import Comparison, Group
+from cocod_accel.report.look import DASHES, MARKERS, PALETTE, SPAN_COLOURS, Style, styles
+from cocod_accel.report.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT, Span, step_seconds, window
+from cocod_accel.report.tables import percent
+
+#: Text stays text, and the same runs give the same file.
+_SETTINGS: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cocod",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+#: How many steps of the slowest run, and how many workers, a timeline shows.
+_TIMELINE_STEPS = 12
+_TIMELINE_WORKERS = 4
+
+
+def draw_figures(
+    comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]
+) -> dict[str, Figure]:
+    """Every figure that these runs have something to show in, by the name of its file."""
+    with mpl.rc_context(_SETTINGS):
+        figures = {"loss_over_epochs": _loss(comparison), "accuracy_over_time": _accuracy(comparison)}
+        if scaling is not None:
+            figures["speedup_over_workers"] = _speedup(scaling)
+        if spans:
+            figures["timeline"] = draw_timeline(spans)
+    return figures
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    paths = []
+    with mpl.rc_context(_SETTINGS):
+        for name, figure in figures.items():
+            FigureCanvasAgg(figure)
+            for kind in ("png", "svg"):
+                buffer = io.BytesIO()
+                metadata = {"Date": None} if kind == "svg" else None
+                figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+                path = folder / f"{name}.{kind}"
+                path.write_bytes(buffer.getvalue())
+                paths.append(path)
+    return paths
+
+
+def _loss(comparison: Comparison) -> Figure:
+    def draw(axes: Axes, group: Group, style: Style) -> None:
+        mean = mean_points(group)
+        x, y = [p.epoch for p in mean], [p.train_loss for p in mean]
+        axes.plot(x, y, label=_legend(group), **_line(style))
+        low, high = ([p.train_loss + sign * p.train_loss_spread for p in mean] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0)
+
+    figure = _panels(comparison, draw, "Training loss over epochs", "epoch", "training loss (cross-entropy)")
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _accuracy(comparison: Comparison) -> Figure:
+    def draw(axes: Axes, group: Group, style: Style) -> None:
+        def line(these: Sequence[Point], **how: Any) -> None:
+            axes.plot([p.seconds for p in these], [p.accuracy for p in these], **how)
+
+        if len(group.runs) > 1:
+            for run in group.runs:
+                line(points(run), color=style.colour, linewidth=0.7, alpha=0.4)
+        line(mean_points(group), label=_legend(group), **_line(style))
+
+    figure = _panels(comparison, draw, "Test accuracy over training time", "training time (s)", "test accuracy")
+    for axes in figure.axes:
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_xlim(left=0)
+        if comparison.target is not None:
+            axes.axhline(comparison.target, color="#555555", linewidth=0.8, linestyle=":")
+            axes.annotate(
+                f"target {percent(comparison.target)}",
+                (0, comparison.target),
+                xycoords=("axes fraction", "data"),
+                xytext=(4, 3),
+                textcoords="offset points",
+                color="#555555",
+                fontsize=9,
+            )
+    return figure
+
+
+def _panels(
+    comparison: Comparison, draw: Callable[[Axes, Group, Style], None], title: str, x_label: str, y_label: str
+) -> Figure:
+    """A panel for each task and model, as in the paper; one legend for all, beside them."""
+    panels: dict[str, list[Group]] = {}
+    for group in comparison.groups:
+        config = group.first.config
+        panels.setdefault(f"{config['task.name']}, {config['model.name']}", []).append(group)
+    figure = Figure(figsize=(3.2 + 4.2 * len(panels), 4.0), layout="constrained")
+    look = styles(comparison.groups)
+    for index, (name, groups) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        for group in groups:
+            draw(axes, group, look[group.label])
+        axes.set_xlabel(x_label)
+        if index == 0:
+            axes.set_ylabel(y_label)
+        workers = sorted({group.first.num_workers for group in groups})
+        count = f"{workers[0]}" if len(workers) == 1 else f"{workers[0]} to {workers[-1]}"
+        axes.set_title(f"{name}, {count} workers", fontsize=9, loc="left", color="#555555")
+    _title(figure, title)
+    _legend_beside(figure)
+    return figure
+
+
+def _title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, fontsize=12, x=0.01, ha="left")
+
+
+def _legend_beside(figure: Figure) -> None:
+    found = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), loc="outside right upper", handlelength=3.2)
+
+
+def _legend(group: Group) -> str:
+    return f"{group.label}, n={len(group.runs)}"
+
+
+def _line(style: Style) -> dict[str, Any]:
+    dash = "-" if not style.dash else (0, style.dash)
+    return {
+        "color": style.colour,
+        "linestyle": dash,
+        "marker": style.marker,
+        "markersize": 4.5,
+        "linewidth": 1.6,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.5,
+    }
+
+
+def _speedup(scaling: Scaling) -> Figure:
+    figure = Figure(figsize=(7.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    counts = sorted({workers for found in scaling.series.values() for workers, _ in found})
+    ideal = [workers / scaling.num_reference_workers for workers in counts]
+    axes.plot(counts, ideal, color="#999999", linewidth=1, linestyle=":", label="linear")
+    for index, (name, found) in enumerate(scaling.series.items()):
+        style = Style(PALETTE[index % len(PALETTE)], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
+        axes.plot([n for n, _ in found], [s for _, s in found], label=name, **_line(style))
+    axes.set_xticks(counts)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("number of workers")
+    axes.set_ylabel(f"time speedup, {scaling.reference} = 1")
+    _title(figure, "Time speedup over the number of workers")
+    _legend_beside(figure)
+    return figure
+
+
+def draw_timeline(spans: Mapping[str, Sequence[Span]], at: float | None = None, seconds: float | None = None) -> Figure:
+    """What workers did in a short window of each run: a lane of computing and waiting, one of communication below it."""
+    if seconds is None:
+        seconds = _TIMELINE_STEPS * max(step_seconds(rows) for rows in spans.values()) or 1.0
+    lanes = [(label, rank) for label, rows in spans.items() for rank in _shown(rows)]
+    figure = Figure(figsize=(9.0, 1.3 + 0.42 * len(lanes) + 0.18 * len(spans)), layout="constrained")
+    axes = figure.add_subplot()
+    seen: set[str] = set()
+    y, ticks, names = 0.0, [], []
+    for label, rows in spans.items():
+        begin = window(rows, seconds) if at is None else at
+        for rank in _shown(rows):
+            seen |= _draw_worker(axes, [span for span in rows if span.rank == rank], begin, seconds, y)
+            ticks.append(y + 0.42)
+            names.append(f"{label}  worker {rank}")
+            y += 1.0
+        y += 0.45
+    axes.set_yticks(ticks, names)
+    axes.set_ylim(y - 0.5, -0.2)
+    axes.set_xlim(0, 1e3 * seconds)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("milliseconds, from a moment in the middle of each run")
+    shown = [name for name in NAMES if name in seen]
+    patches = [Patch(facecolor=SPAN_COLOURS[n], hatch=_hatch(n), edgecolor="white", label=MEANINGS[n]) for n in shown]
+    _title(figure, "What the workers did")
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    return figure
+
+
+def _shown(rows: Sequence[Span]) -> list[int]:
+    return sorted({span.rank for span in rows})[:_TIMELINE_WORKERS]
+
+
+def _hatch(name: str) -> str | None:
+    return {WAIT: "////", STRETCH: "...."}.get(name)
+
+
+def _draw_worker(axes: Axes, rows: Sequence[Span], begin: float, seconds: float, y: float) -> set[str]:
+    """One worker's lanes; returns what was seen in them."""
+    seen = set()
+    for name in (name for name in NAMES if name != COMMUNICATE):
+        bars = _bars(rows, name, begin, seconds)
+        if bars:
+            seen.add(name)
+            axes.broken_barh(bars, (y, 0.46), facecolor=SPAN_COLOURS[name], hatch=_hatch(name), edgecolor="white", linewidth=0.4)
+    bars = _bars(rows, COMMUNICATE, begin, seconds)
+    if bars:
+        seen.add(COMMUNICATE)
+        colour = SPAN_COLOURS[COMMUNICATE]
+        axes.broken_barh(bars, (y + 0.5, 0.34), facecolor=colour, edgecolor="white", linewidth=0.4)
+    return seen
+
+
+def _bars(rows: Sequence[Span], name: str, begin: float, seconds: float) -> list[tuple[float, float]]:
+    """(start, length) in milliseconds, cut at the window."""
+    cut = [
+        (max(span.start - begin, 0.0), min(span.end - begin, seconds))
+        for span in rows
+        if span.name == name and span.end > begin and span.start < begin + seconds
+    ]
+    return [(1e3 * start, 1e3 * (end - start)) for start, end in cut]

@@ -1,0 +1,255 @@
+"""Runs put side by side: seeds of one configuration together, with mean, spread and count, against a baseline.
+
+Runs are one group only if nothing that could change what they measure differs between them, seed aside. Two configurations
+are never mixed, also when the algorithm is the same: their labels then name the keys in which they differ. An unfinished
+run stands alone, because its figures are not those of a whole run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cocod_accel.report.runs import MEASURES, Run, time_to_target
+
+#: Keys that cannot change what a run measures, and so may differ within a group.
+_FREE_KEYS = frozenset(
+    {
+        "name",
+        "output",
+        "seed",
+        "task.data_dir",
+        "task.download",
+        "cluster.measure_seconds",
+        "cluster.dead_seconds",
+        "cluster.frozen_seconds",
+        "evaluation.batch_size",
+        "evaluation.targets",
+        "checkpoint.every_steps",
+        "checkpoint.every_epochs",
+        "checkpoint.every_minutes",
+        "checkpoint.keep",
+    }
+)
+#: Said by every label anyway.
+_IN_LABEL = frozenset({"algorithm.name", "cluster.proportional"})
+#: What must be equal for one group's time to be measured against another's.
+_SETTING_SECTIONS = ("task", "model", "emulate")
+_SETTING_KEYS = frozenset({"cluster.num_workers"})
+_LONGEST_VALUE = 24
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Mean and sample standard deviation of n values; one value has no spread."""
+
+    mean: float
+    spread: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Stat:
+        spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+        return cls(math.fsum(values) / len(values), spread, len(values))
+
+
+@dataclass
+class Group:
+    """Runs that differ in their seed alone."""
+
+    runs: list[Run]
+    label: str = ""
+    stats: dict[str, Stat] = field(default_factory=dict)
+    #: Every run's seconds to the target; None: never.
+    times: list[float | None] = field(default_factory=list)
+    #: The baseline's mean time to the target over this group's; None if either has a run that never reaches it.
+    speedup: float | None = None
+    #: The label of the group it is measured against.
+    baseline: str | None = None
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def num_reached(self) -> int:
+        return sum(seconds is not None for seconds in self.times)
+
+    @property
+    def time(self) -> Stat | None:
+        """Seconds to the target, if every run reached it."""
+        reached = [seconds for seconds in self.times if seconds is not None]
+        return Stat.of(reached) if reached and len(reached) == len(self.times) else None
+
+    @property
+    def config(self) -> dict[str, str]:
+        return compared(self.first)
+
+
+@dataclass
+class Comparison:
+    """What ``cocod compare`` has found out."""
+
+    groups: list[Group]
+    #: The accuracy that times are taken to; None: no run has a target that any of them reached.
+    target: float | None
+    #: Lines for the reader: what differs, what is missing.
+    notes: list[str]
+
+    def of(self, label: str | None) -> Group | None:
+        return next((group for group in self.groups if group.label == label), None)
+
+
+def compare(runs: Sequence[Run], target: float | None = None, baseline: str | None = None) -> Comparison:
+    """Group, measure and rank. ``baseline``: an algorithm, or the label of a group; default: ssgd, else the first group."""
+    if target is not None and not 0 < target <= 1:
+        raise ValueError(f"--target={target:g}: must be a share in (0, 1], e.g. 0.85")
+    groups = grouped(runs)
+    if target is None:
+        target = common_target(runs)
+    for group in groups:
+        measures = [run.measures() for run in group.runs]
+        group.stats = {key: Stat.of([values[key] for values in measures]) for key in MEASURES}
+        group.times = [] if target is None else [time_to_target(run, target) for run in group.runs]
+    _measure_against(groups, baseline)
+    groups.sort(key=_rank)
+    return Comparison(groups, target, _notes(groups, target))
+
+
+def _rank(group: Group) -> tuple[bool, float, float]:
+    """The first to reach the target comes first; those that do not, by their accuracy."""
+    time = math.inf if group.time is None or math.isnan(group.time.mean) else group.time.mean
+    return (not group.first.is_finished, time, -group.stats["best_accuracy"].mean)
+
+
+# ----------------------------------------------------------------------------------------------- grouping
+
+
+def compared(run: Run) -> dict[str, str]:
+    """The part of a run's configuration in which two runs of one group must be equal."""
+    config = {
+        key: value for key, value in run.config.items() if key not in _FREE_KEYS and not key.startswith("logging.")
+    }
+    if config.get("checkpoint.resume") in ("auto", "never"):  # anything else is another beginning
+        del config["checkpoint.resume"]
+    return config
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Runs of equal configuration together, labelled; in the order in which they came."""
+    groups: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
+        alone = None if run.is_finished else str(run.source)
+        key = (frozenset(compared(run).items()), run.clock, alone)
+        groups.setdefault(key, []).append(run)
+    result = [Group(members) for members in groups.values()]
+    for group, label in zip(result, labels(result), strict=True):
+        group.label = label
+    return result
+
+
+def labels(groups: Sequence[Group]) -> list[str]:
+    """A different name for each group: algorithm, the keys in which groups of one algorithm differ, and its clock."""
+    bases = [base_label(group.first) for group in groups]
+    named = []
+    for group, base in zip(groups, bases, strict=True):
+        alike = [other for other, name in zip(groups, bases, strict=True) if name == base]
+        keys = differing_keys([other.config for other in alike]) - _IN_LABEL
+        parts = [f"{key.split('.')[-1]}={_short(group.config.get(key, '-'))}" for key in sorted(keys)]
+        clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
+        unfinished = [] if group.first.is_finished else ["(unfinished)"]
+        named.append(" ".join([base, *parts, *clock, *unfinished]))
+    for index, label in enumerate(named):
+        if named.count(label) > 1:  # unfinished runs of one configuration, or values too long to tell apart
+            twins = [i for i, other in enumerate(named) if other == label]
+            for number, twin in enumerate(twins, start=1):
+                named[twin] = f"{label} {groups[twin].first.name} #{number}"
+            assert named[index] != label
+    return named
+
+
+def base_label(run: Run) -> str:
+    return f"{run.algorithm}{' + PS' if run.config['cluster.proportional'] == 'True' else ''}"
+
+
+def differing_keys(configs: Iterable[Mapping[str, str]]) -> set[str]:
+    """The keys that have not the same value in all of them."""
+    seen = list(configs)
+    return {key for key in {key for config in seen for key in config} if len({config.get(key) for config in seen}) > 1}
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
+
+
+# --------------------------------------------------------------------------------- targets and baselines
+
+
+def common_target(runs: Sequence[Run]) -> float | None:
+    """The highest of the runs' own targets that all of them reached, else the highest that any did."""
+    targets: set[float] = set()
+    for run in runs:
+        listed = (run.summary or {}).get("time_to_accuracy") or json.loads(run.config["evaluation.targets"])
+        targets |= {float(target) for target in listed}
+    reached = {target: [time_to_target(run, target) is not None for run in runs] for target in targets}
+    by_all = [target for target, those in reached.items() if all(those)]
+    by_any = [target for target, those in reached.items() if any(those)]
+    return max(by_all or by_any, default=None)
+
+
+def setting(group: Group) -> frozenset[tuple[str, str]]:
+    """What two groups must share for one's time to say something about the other's."""
+    config = group.config
+    kept = {key: value for key, value in config.items() if key.split(".")[0] in _SETTING_SECTIONS or key in _SETTING_KEYS}
+    return frozenset({**kept, "clock": group.first.clock}.items())
+
+
+def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
+    """Give each group its speedup: against the nearest of an algorithm in its own setting, or against one named group."""
+    if baseline is None:
+        bases = [base_label(group.first) for group in groups]
+        baseline = "ssgd" if "ssgd" in bases else bases[0]
+    of_algorithm = [group for group in groups if base_label(group.first) == baseline]
+    by_label = [group for group in groups if group.label == baseline]
+    if not of_algorithm and not by_label:
+        known = sorted({base_label(group.first) for group in groups} | {group.label for group in groups})
+        raise ValueError(f"--baseline={baseline}: is none of the runs; choose from {', '.join(known)}")
+    for group in groups:
+        candidates = [other for other in of_algorithm if setting(other) == setting(group)] if of_algorithm else by_label
+        if not candidates:
+            continue
+        other = min(candidates, key=lambda o: (not o.first.is_finished, len(differing_keys([o.config, group.config]))))
+        group.baseline = other.label
+        if group.time is not None and other.time is not None and group.time.mean > 0:
+            ratio = other.time.mean / group.time.mean
+            group.speedup = ratio if math.isfinite(ratio) else None
+
+
+def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
+    notes = [
+        f"{group.label}: {group.first.clock}{f', {group.first.emulated}' if group.first.emulated else ''}"
+        for group in groups
+        if group.first.clock != "real"
+    ]
+    for group in groups:
+        if not group.first.is_finished:
+            epoch = group.first.evaluations[-1].get("epoch", "?")
+            notes.append(
+                f"{group.label}: {group.first.name} was evaluated after epoch {epoch} of {group.first.epochs}; its figures "
+                "are those until then, communication worker 0's"
+            )
+        seeds = [run.seed for run in group.runs]
+        if len(set(seeds)) < len(seeds):
+            notes.append(f"{group.label}: some of its {len(seeds)} runs have the same seed, so their spread is that of time alone")
+    notes += [run.note for group in groups for run in group.runs if run.note]
+    others = differing_keys([group.config for group in groups]) - _IN_LABEL
+    if others:
+        notes.append(f"configurations also differ in {', '.join(sorted(others))}")
+    if len({setting(group) for group in groups}) > 1:
+        notes.append("speedup is taken only between runs of the same task, model, number of workers and emulation")
+    if target is None:
+        notes.append("no run reached any of its targets; give --target for a time to accuracy")
+    return notes

@@ -1,0 +1,45 @@
+"""Colours, dashes and markers, the same in pictures and on the page.
+
+The palette is Okabe and Ito's, chosen to be told apart by colour-blind readers; a dash and a marker say the same once
+more, for print and for more groups than colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cocod_accel.report.groups import Group
+from cocod_accel.report.spans import CHECKPOINT, COMMUNICATE, COMPUTE, STRETCH, WAIT
+
+#: In figures on white; the page replaces black by white when it is dark. Yellow is left out: it is lost on white.
+PALETTE = ("#000000", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#0072b2", "#cc79a7", "#7f7f7f")
+#: Each of the paper's algorithms keeps its colour in all comparisons.
+_OWN_COLOUR = {"ssgd": 0, "pipe": 1, "local": 2, "cocod": 3, "asynlocal": 4}
+DASHES: tuple[tuple[int, ...], ...] = ((), (6, 2), (2, 2), (8, 2, 2, 2), (4, 1, 1, 1, 1, 1))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+SPAN_COLOURS = {COMPUTE: "#009e73", COMMUNICATE: "#e69f00", WAIT: "#d55e00", STRETCH: "#a6dbc9", CHECKPOINT: "#7f7f7f"}
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str
+    dash: tuple[int, ...]
+    marker: str
+
+
+def styles(groups: Sequence[Group]) -> dict[str, Style]:
+    """A style for each label: an algorithm's own colour if it is still free, else the next one."""
+    free = list(range(len(PALETTE)))
+    chosen: dict[str, int] = {}
+    for group in groups:
+        own = _OWN_COLOUR.get(group.first.algorithm)
+        if own in free:
+            free.remove(own)
+            chosen[group.label] = own
+    for number, group in enumerate(group for group in groups if group.label not in chosen):
+        chosen[group.label] = free.pop() if free else number % len(PALETTE)
+    return {
+        group.label: Style(PALETTE[chosen[group.label]], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
+        for index, group in enumerate(groups)
+    }

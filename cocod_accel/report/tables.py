@@ -1,0 +1,218 @@
+"""The comparison as a table: one definition of its columns for the terminal, Markdown, CSV and the page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cocod_accel.report.groups import Comparison, Group, Stat, setting
+from cocod_accel.report.runs import MEASURES, Run, time_to_target
+from cocod_accel.tables import aligned
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its header, what it means, and a group's cell as text and as a number to sort by (nan: none)."""
+
+    header: str
+    meaning: str
+    text: Callable[[Group], str]
+    value: Callable[[Group], float | str]
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """The columns of a comparison; those of a target only if there is one."""
+
+    def measure(header: str, meaning: str, key: str, show: Callable[[float], str], factor: float = 1.0) -> Column:
+        def text(group: Group) -> str:
+            return with_spread(group.stats[key], show, factor)
+
+        return Column(header, meaning, text, lambda group: group.stats[key].mean)
+
+    result = [
+        Column("run", "algorithm, and what sets its configuration apart", lambda g: g.label, lambda g: g.label),
+        Column("n", "runs of this configuration (seeds); figures are mean ± sample standard deviation", lambda g: str(len(g.runs)), lambda g: len(g.runs)),
+        Column("workers", "number of workers", lambda g: str(g.first.num_workers), lambda g: g.first.num_workers),
+        measure("best %", "best test accuracy of the averaged model", "best_accuracy", _two, 100),
+        measure("final %", "test accuracy at the end", "final_accuracy", _two, 100),
+        measure("training s", "training seconds of the slowest worker, evaluation excluded", "train_seconds", _one),
+    ]
+    if comparison.target is not None:
+        goal = percent(comparison.target)
+        result += [
+            Column(f"s to {goal}", f"training seconds at the first evaluation at or above {goal}", time_text, _time_value),
+            Column("speedup", f"the baseline's mean seconds to {goal} over this row's", speedup_text, _speedup_value),
+        ]
+    return [
+        *result,
+        measure("samples/s", "training samples a second, all workers together", "samples_per_second", _none),
+        measure("MB sent", "what one worker sent", "comm_bytes", _one, 1e-6),
+        measure("exposed s", "seconds in which computing was blocked by communication, worst worker", "comm_exposed_seconds", _one),
+        measure("hidden s", "seconds of communication under computation, worst worker", "comm_hidden_seconds", _one),
+    ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- one cell
+
+
+def _none(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _one(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _two(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def with_spread(stat: Stat, show: Callable[[float], str], factor: float = 1.0) -> str:
+    """``15.5 ±0.4``; without a spread if there is one value only, or it is too small to show; ``-``: not known."""
+    if math.isnan(stat.mean):
+        return "-"
+    spread = "" if stat.spread is None else show(stat.spread * factor)
+    return show(stat.mean * factor) + (f" ±{spread}" if spread.strip("0.") else "")
+
+
+def time_text(group: Group) -> str:
+    """Seconds to the target; ``never``; or how many of the runs reached it, where a mean would mislead."""
+    if group.time is not None:
+        return "?" if math.isnan(group.time.mean) else with_spread(group.time, _one)
+    return "never" if group.num_reached == 0 else f"{group.num_reached} of {len(group.times)}"
+
+
+def _time_value(group: Group) -> float:
+    return math.nan if group.time is None else group.time.mean
+
+
+def speedup_text(group: Group) -> str:
+    return "-" if group.speedup is None else f"{group.speedup:.2f}x"
+
+
+def _speedup_value(group: Group) -> float:
+    return math.nan if group.speedup is None else group.speedup
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.4g}%"
+
+
+# -------------------------------------------------------------------------------------------- the whole
+
+
+def cells(comparison: Comparison) -> list[list[str]]:
+    """Header and rows as text."""
+    shown = columns(comparison)
+    return [[column.header for column in shown]] + [[column.text(group) for column in shown] for group in comparison.groups]
+
+
+def terminal(comparison: Comparison) -> str:
+    """For a terminal: the table, what it says, and what to know about it."""
+    return "\n".join([aligned(cells(comparison)), *verdicts(comparison), *comparison.notes])
+
+
+def markdown(comparison: Comparison) -> str:
+    header, *rows = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in cells(comparison)]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    said = [*verdicts(comparison), *comparison.notes]
+    return table + "\n" + "".join(f"\n* {line}" for line in said) + ("\n" if said else "")
+
+
+def results_csv(comparison: Comparison) -> str:
+    """One row per group, full precision: every mean with its spread, so that nothing has to be parsed out of a cell."""
+    header = ["run", "n", "workers", "clock", "target", "num_reached", "seconds_to_target", "seconds_to_target_spread", "speedup"]
+    header += ["baseline", *(name for key in MEASURES for name in (key, f"{key}_spread")), "members"]
+    rows: list[list[object]] = []
+    for group in comparison.groups:
+        time = group.time
+        rows.append(
+            [
+                group.label,
+                len(group.runs),
+                group.first.num_workers,
+                group.first.clock,
+                comparison.target,
+                group.num_reached,
+                None if time is None else time.mean,
+                None if time is None else time.spread,
+                group.speedup,
+                group.baseline,
+                *(value for key in MEASURES for value in (group.stats[key].mean, group.stats[key].spread)),
+                " ".join(run.name for run in group.runs),
+            ]
+        )
+    return _csv(header, rows)
+
+
+def runs_csv(comparison: Comparison) -> str:
+    """One row per run."""
+    header = ["name", "run", "seed", "workers", "clock", "is_finished", "target", "seconds_to_target", *MEASURES]
+    rows: list[list[object]] = []
+    for group, run in ((group, run) for group in comparison.groups for run in group.runs):
+        seconds = None if comparison.target is None else time_to_target(run, comparison.target)
+        measures = run.measures()
+        values = [measures[key] for key in MEASURES]
+        identity = [run.name, group.label, run.seed, run.num_workers, run.clock, run.is_finished]
+        rows.append([*identity, comparison.target, seconds, *values])
+    return _csv(header, rows)
+
+
+def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    for row in rows:
+        writer.writerow(["" if value is None or value != value else value for value in row])
+    return buffer.getvalue()
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """Who reaches the target first, by how much, and why: one line for each setting in which there is a contest."""
+    if comparison.target is None:
+        return []
+    settings: dict[frozenset[tuple[str, str]], list[Group]] = {}
+    for group in comparison.groups:
+        settings.setdefault(setting(group), []).append(group)
+    return [line for groups in settings.values() if len(groups) > 1 for line in _verdict(comparison, groups)]
+
+
+def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
+    assert comparison.target is not None
+    goal, first = percent(comparison.target), groups[0]  # ranked
+    if first.time is None or math.isnan(first.time.mean):
+        return [f"no configuration reaches {goal} with all its runs"]
+    line = f"{first.label} reaches {goal} first, after {with_spread(first.time, _one)} s"
+    baseline = comparison.of(first.baseline)
+    if baseline is first:
+        others = [group for group in groups[1:] if group.time is not None]
+        return [line + (f"; next {others[0].label}, {time_text(others[0])} s" if others else "; no other reaches it with all its runs")]
+    lines = [line]
+    if baseline is not None and first.speedup is not None:
+        lines = [
+            f"{line}: {first.speedup:.2f} times as fast as {baseline.label}",
+            f"waiting for communication: {_share(first)} of its training time, {_share(baseline)} of {baseline.label}'s",
+        ]
+    close = [group.label for group in groups[1:] if _overlaps(first, group)]
+    return lines + ([f"no further from it than the spread: {', '.join(close)}"] if close else [])
+
+
+def _share(group: Group) -> str:
+    return f"{group.stats['comm_exposed_seconds'].mean / group.stats['train_seconds'].mean:.0%}"
+
+
+def _overlaps(first: Group, other: Group) -> bool:
+    """Whether two mean times are no further apart than the larger of their spreads."""
+    if first.time is None or other.time is None:
+        return False
+    return other.time.mean - first.time.mean <= max(first.time.spread or 0.0, other.time.spread or 0.0)
+
+
+def run_values(run: Run, target: float | None) -> dict[str, float | str | None]:
+    """One run's own figures, as the page shows them."""
+    seconds = None if target is None else time_to_target(run, target)
+    return {"name": run.name, "seed": run.seed, **run.measures(), "seconds_to_target": seconds}
