@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     compare.add_argument("--target", type=float, help="accuracy for the time to accuracy, e.g. 0.85")
     compare.add_argument("--baseline", help="what speedup is measured against: an algorithm, or a row's name; default: ssgd")
     compare.add_argument("--out", type=Path, metavar="DIR", help="write tables, figures and report.html there")
-    compare.add_argument("--from-wandb", type=Path, action="append", default=[], metavar="DIR", help="offline wandb run files below DIR")
+    compare.add_argument(
+        "--from-wandb", type=Path, action="append", default=[], metavar="DIR", help="offline wandb run files below DIR"
+    )
     compare.set_defaults(run=_compare)
 
     watch = commands.add_parser("watch", help="a run that is running, in the terminal")

@@ -18,7 +18,9 @@ from cocod_accel import ALGORITHMS, attach, measure_speeds, pass_through, plan_w
 from cocod_accel.comm import EmulatedLink, Link, SoloComm, TorchComm, default_group, private_group, ring_bytes
 from cocod_accel.config import load_config
 from cocod_accel.pace import Pace
-from cocod_accel.report import comparison, read_summary
+from cocod_accel.report import read_summary
+from cocod_accel.report.groups import compare
+from cocod_accel.report.runs import read_run
 from cocod_accel.schedule import learning_rate
 from cocod_accel.tasks import build_model, build_task
 from cocod_accel.trainer import Trainer
@@ -279,9 +281,9 @@ def test_measured_speeds_are_kept_and_measuring_leaves_no_trace(tmp_path: Path) 
     assert summaries[0]["batches"][1] > summaries[0]["batches"][0] == 8
     # Both say what they were: one emulated a slow worker, the other only used its speeds.
     assert [summary["clock"] for summary in summaries] == ["emulated", "real"]
-    table = comparison(summaries).splitlines()
-    assert table[-1] == "first: emulated slowdown [4, 1]"
-    assert "cocod + PS" in table[2]
+    compared = compare([read_run(run) for run in (first, second)])
+    assert {group.label.split(" slowdown=")[0] for group in compared.groups} == {"cocod + PS"}
+    assert any(note.endswith("[emulated]: emulated, slowdown [4, 1]") for note in compared.notes)
 
 
 def test_an_emulated_run_says_so_in_every_row(tmp_path: Path) -> None:

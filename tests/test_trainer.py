@@ -17,7 +17,7 @@ import pytest
 from cocod_accel import ALGORITHMS, cli, train
 from cocod_accel.checkpoint import checkpoints_in
 from cocod_accel.config import load_config
-from cocod_accel.report import comparison, read_summary
+from cocod_accel.report import read_summary
 from cocod_accel.trainer import Trainer
 from tests.workers import run_outcomes, run_workers
 
@@ -381,7 +381,7 @@ def test_a_stop_asked_of_one_worker_is_agreed_by_all_at_a_round_end_and_saved(na
     assert len(list(newest.glob("worker_*.safetensors"))) == 2
 
 
-# ------------------------------------------------------------------------------------ list, doctor, compare
+# --------------------------------------------------------------------------------------------- list, doctor
 
 
 def test_list_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,20 +391,3 @@ def test_list_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in listed
     assert cli.main(["doctor"]) == 0
     assert "accelerate launch --config_file" in capsys.readouterr().out
-
-
-def test_compare_aligns_its_columns_and_names_a_missing_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = {
-        "name": "a", "algorithm": "cocod", "num_workers": 2, "best_accuracy": 0.9, "final_accuracy": 0.89,
-        "train_seconds": 12.34, "time_to_accuracy": {"0.8": 3.0, "0.9": None}, "samples_per_second": 100.0,
-        "comm_bytes": 5_000_000, "comm_exposed_seconds": 1.0, "comm_hidden_seconds": 2.0,
-    }  # fmt: skip
-    table = comparison([summary, {**summary, "name": "longer", "time_to_accuracy": {"0.8": None, "0.9": None}}])
-    header, rule, first, second = table.splitlines()
-    assert "s to 80%" in header
-    assert len(rule) == len(header)
-    assert "3.0" in first
-    assert "never" in second
-    assert len(first) == len(second)
-    assert cli.main(["compare", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}: has no summary.json; give the folder of a run that has ended\n"

@@ -62,7 +62,11 @@ def sent_until(run: Run) -> list[tuple[float, float]]:
 def epochs_of_steps(run: Run) -> list[tuple[float, float]]:
     """(step, epoch) where it is known: at evaluations, and on to the last row at the same pace."""
     known = [(0.0, 0.0)]
-    known += [(float(r["step"]), float(r["epoch"])) for r in run.evaluations if is_number(r.get("step")) and is_number(r.get("epoch"))]
+    known += [
+        (float(r["step"]), float(r["epoch"]))
+        for r in run.evaluations
+        if is_number(r.get("step")) and is_number(r.get("epoch"))
+    ]
     last = max((float(row["step"]) for row in run.rows if is_number(row.get("step"))), default=0.0)
     if len(known) > 1 and last > known[-1][0] > 0:
         known.append((last, known[-1][1] * last / known[-1][0]))

@@ -24,7 +24,7 @@ from cocod_accel.report.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT
 from cocod_accel.report.tables import percent
 
 #: Text stays text, and the same runs give the same file.
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cocod",
     "font.size": 10,
@@ -39,9 +39,7 @@ _TIMELINE_STEPS = 12
 _TIMELINE_WORKERS = 4
 
 
-def draw_figures(
-    comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]
-) -> dict[str, Figure]:
+def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]) -> dict[str, Figure]:
     """Every figure that these runs have something to show in, by the name of its file."""
     with mpl.rc_context(_SETTINGS):
         figures = {"loss_over_epochs": _loss(comparison), "accuracy_over_time": _accuracy(comparison)}
@@ -224,7 +222,9 @@ def _draw_worker(axes: Axes, rows: Sequence[Span], begin: float, seconds: float,
         bars = _bars(rows, name, begin, seconds)
         if bars:
             seen.add(name)
-            axes.broken_barh(bars, (y, 0.46), facecolor=SPAN_COLOURS[name], hatch=_hatch(name), edgecolor="white", linewidth=0.4)
+            axes.broken_barh(
+                bars, (y, 0.46), facecolor=SPAN_COLOURS[name], hatch=_hatch(name), edgecolor="white", linewidth=0.4
+            )
     bars = _bars(rows, COMMUNICATE, begin, seconds)
     if bars:
         seen.add(COMMUNICATE)

@@ -130,9 +130,7 @@ def _rank(group: Group) -> tuple[bool, float, float]:
 
 def compared(run: Run) -> dict[str, str]:
     """The part of a run's configuration in which two runs of one group must be equal."""
-    config = {
-        key: value for key, value in run.config.items() if key not in _FREE_KEYS and not key.startswith("logging.")
-    }
+    config = {key: value for key, value in run.config.items() if key not in _FREE_KEYS and not key.startswith("logging.")}
     if config.get("checkpoint.resume") in ("auto", "never"):  # anything else is another beginning
         del config["checkpoint.resume"]
     return config
@@ -243,7 +241,9 @@ def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
             )
         seeds = [run.seed for run in group.runs]
         if len(set(seeds)) < len(seeds):
-            notes.append(f"{group.label}: some of its {len(seeds)} runs have the same seed, so their spread is that of time alone")
+            notes.append(
+                f"{group.label}: some of its {len(seeds)} runs have the same seed, so their spread is that of time alone"
+            )
     notes += [run.note for group in groups for run in group.runs if run.note]
     others = differing_keys([group.config for group in groups]) - _IN_LABEL
     if others:

@@ -150,6 +150,15 @@ def _below(path: Path, depth: int) -> list[Path]:
 
 def read_run(folder: Path) -> Run:
     """One run folder. ValueError, of one line, if nothing in it can be compared."""
+    return checked(read_parts(folder))
+
+
+def read_parts(folder: Path) -> Run:
+    """Whatever a run folder has until now."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give the folder of a run")
+    if not any((folder / mark).is_file() for mark in _MARKS):
+        raise ValueError(f"{folder}: is not a run folder; give one that cocod train has made")
     summary = read_summary(folder) if (folder / "summary.json").exists() else None
     config = _read_config(folder)
     rows, num_broken = read_rows(folder / "metrics.jsonl")
@@ -157,7 +166,7 @@ def read_run(folder: Path) -> Run:
     if num_broken:
         rows_broken = "a row was half-written" if num_broken == 1 else f"{num_broken} rows cannot be read"
         note = f"{folder.name}: {rows_broken} and left out"
-    return checked(Run(folder.name, folder, config, rows, summary, note))
+    return Run(folder.name, folder, config, rows, summary, note)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -52,9 +52,9 @@ def read_spans(folder: Path) -> list[Span]:
     spans = []
     for file in sorted((folder / "spans").glob("rank_*.jsonl")):
         for row in read_rows(file)[0]:
-            times = row.get("start"), row.get("end")
-            if row.get("name") in NAMES and all(map(is_number, times)) and is_number(row.get("rank")):
-                spans.append(Span(int(row["rank"]), int(row.get("step", 0)), str(row["name"]), *map(float, times)))
+            if row.get("name") in NAMES and all(is_number(row.get(key)) for key in ("rank", "step", "start", "end")):
+                where, when = (int(row["rank"]), int(row["step"])), (float(row["start"]), float(row["end"]))
+                spans.append(Span(*where, str(row["name"]), *when))
     spans.sort(key=lambda span: (span.start, span.rank))
     return spans
 

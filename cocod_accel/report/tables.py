@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cocod_accel.report.groups import Comparison, Group, Stat, setting
-from cocod_accel.report.runs import MEASURES, Run, time_to_target
+from cocod_accel.report.runs import MEASURES, time_to_target
 from cocod_accel.tables import aligned
 
 
@@ -34,11 +34,8 @@ def columns(comparison: Comparison) -> list[Column]:
 
     result = [
         Column("run", "algorithm, and what sets its configuration apart", lambda g: g.label, lambda g: g.label),
-        Column("n", "runs of this configuration (seeds); figures are mean ± sample standard deviation", lambda g: str(len(g.runs)), lambda g: len(g.runs)),
+        Column("n", "runs of this configuration, one per seed", lambda g: str(len(g.runs)), lambda g: len(g.runs)),
         Column("workers", "number of workers", lambda g: str(g.first.num_workers), lambda g: g.first.num_workers),
-        measure("best %", "best test accuracy of the averaged model", "best_accuracy", _two, 100),
-        measure("final %", "test accuracy at the end", "final_accuracy", _two, 100),
-        measure("training s", "training seconds of the slowest worker, evaluation excluded", "train_seconds", _one),
     ]
     if comparison.target is not None:
         goal = percent(comparison.target)
@@ -48,11 +45,14 @@ def columns(comparison: Comparison) -> list[Column]:
         ]
     return [
         *result,
+        measure("best %", "best test accuracy of the averaged model", "best_accuracy", _two, 100),
+        measure("final %", "test accuracy at the end", "final_accuracy", _two, 100),
+        measure("training s", "training seconds of the slowest worker, evaluation excluded", "train_seconds", _one),
         measure("samples/s", "training samples a second, all workers together", "samples_per_second", _none),
         measure("MB sent", "what one worker sent", "comm_bytes", _one, 1e-6),
-        measure("exposed s", "seconds in which computing was blocked by communication, worst worker", "comm_exposed_seconds", _one),
-        measure("hidden s", "seconds of communication under computation, worst worker", "comm_hidden_seconds", _one),
-    ]  # fmt: skip
+        measure("exposed s", "computing was blocked by communication so long, worst worker", "comm_exposed_seconds", _one),
+        measure("hidden s", "communication ran under computation so long, worst worker", "comm_hidden_seconds", _one),
+    ]
 
 
 # --------------------------------------------------------------------------------------------- one cell
@@ -125,7 +125,17 @@ def markdown(comparison: Comparison) -> str:
 
 def results_csv(comparison: Comparison) -> str:
     """One row per group, full precision: every mean with its spread, so that nothing has to be parsed out of a cell."""
-    header = ["run", "n", "workers", "clock", "target", "num_reached", "seconds_to_target", "seconds_to_target_spread", "speedup"]
+    header = [
+        "run",
+        "n",
+        "workers",
+        "clock",
+        "target",
+        "num_reached",
+        "seconds_to_target",
+        "seconds_to_target_spread",
+        "speedup",
+    ]
     header += ["baseline", *(name for key in MEASURES for name in (key, f"{key}_spread")), "members"]
     rows: list[list[object]] = []
     for group in comparison.groups:
@@ -153,11 +163,11 @@ def runs_csv(comparison: Comparison) -> str:
     """One row per run."""
     header = ["name", "run", "seed", "workers", "clock", "is_finished", "target", "seconds_to_target", *MEASURES]
     rows: list[list[object]] = []
-    for group, run in ((group, run) for group in comparison.groups for run in group.runs):
+    for label, run in ((group.label, run) for group in comparison.groups for run in group.runs):
         seconds = None if comparison.target is None else time_to_target(run, comparison.target)
         measures = run.measures()
         values = [measures[key] for key in MEASURES]
-        identity = [run.name, group.label, run.seed, run.num_workers, run.clock, run.is_finished]
+        identity = [run.name, label, run.seed, run.num_workers, run.clock, run.is_finished]
         rows.append([*identity, comparison.target, seconds, *values])
     return _csv(header, rows)
 
@@ -190,7 +200,14 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     baseline = comparison.of(first.baseline)
     if baseline is first:
         others = [group for group in groups[1:] if group.time is not None]
-        return [line + (f"; next {others[0].label}, {time_text(others[0])} s" if others else "; no other reaches it with all its runs")]
+        return [
+            line
+            + (
+                f"; next {others[0].label}, {time_text(others[0])} s"
+                if others
+                else "; no other reaches it with all its runs"
+            )
+        ]
     lines = [line]
     if baseline is not None and first.speedup is not None:
         lines = [
@@ -210,9 +227,3 @@ def _overlaps(first: Group, other: Group) -> bool:
     if first.time is None or other.time is None:
         return False
     return other.time.mean - first.time.mean <= max(first.time.spread or 0.0, other.time.spread or 0.0)
-
-
-def run_values(run: Run, target: float | None) -> dict[str, float | str | None]:
-    """One run's own figures, as the page shows them."""
-    seconds = None if target is None else time_to_target(run, target)
-    return {"name": run.name, "seed": run.seed, **run.measures(), "seconds_to_target": seconds}

@@ -83,7 +83,7 @@ class Chart extends View {
     this.drawAxis(context, this.ticks(), tick => this.axis.show(this.isLog ? 10 ** tick : tick), this.axis.title);
     context.textAlign = "right";
     context.textBaseline = "middle";
-    for (const tick of ticksBetween(this.bottom, this.top, height / 60)) {
+    for (const tick of ticksBetween(this.bottom, this.top, height / 45)) {
       const pixel = Math.round(this.yPixel(tick)) + 0.5;
       context.strokeStyle = colourOf("--rule");
       context.beginPath();

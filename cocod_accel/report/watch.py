@@ -1,0 +1,200 @@
+"""A run that is running, in the terminal, from its folder alone.
+
+Rows of worker 0 arrive every few steps, the spans of all workers at the end of every epoch. Whether anybody still works on
+the folder is seen in the kernel's list of locks: looking must not take the lock, or a run that wants to go on would
+find its folder in use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from cocod_accel.report.runs import Run, is_number, read_parts, read_summary
+from cocod_accel.report.spans import COMPUTE, WAIT, Span, length, merged, read_spans
+
+#: Without a process on this machine and without a row for so long, a run counts as ended. It may be starting again, or
+#: run on another machine that shares the folder.
+_QUIET_SECONDS = 15.0
+_BAR = 30
+
+EXIT_STOPPED = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where a run is."""
+
+    name: str
+    epochs: int
+    step: int = 0
+    #: Epochs behind it, with the part of the current one if that can be told.
+    done_epochs: float = 0.0
+    num_steps: int | None = None
+    accuracy: float | None = None
+    best_accuracy: float | None = None
+    loss: float | None = None
+    train_seconds: float | None = None
+    #: Every worker's seconds of waiting for communication and of computing, waits included, as far as they are written.
+    waits: Mapping[int, tuple[float, float]] | None = None
+    #: Until the end of the training, evaluations included.
+    left_seconds: float | None = None
+    emulated: bool = False
+
+
+def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snapshot:
+    """What the rows and spans of a run say about it."""
+    rows = [row for row in run.rows if is_number(row.get("step"))]
+    if not rows:
+        return Snapshot(run.name, run.epochs)
+    evaluations, training = run.evaluations, run.training
+    step = int(rows[-1]["step"])
+    seconds = next((float(r["train_seconds"]) for r in reversed(rows) if is_number(r.get("train_seconds"))), None)
+    per_epoch = evaluations[-1]["step"] / evaluations[-1]["epoch"] if evaluations else None
+    num_steps = None if per_epoch is None else round(per_epoch * run.epochs)
+    started = max((int(row["epoch"]) - 1 for row in training if is_number(row.get("epoch"))), default=0)
+    done = started if per_epoch is None else min(step / per_epoch, run.epochs)
+    left = None
+    if num_steps is not None and seconds is not None and step > 0:
+        left = max(seconds / step * (num_steps - step) * _overhead(spans, rows) - row_age_seconds, 0.0)
+    accuracies = [float(row["accuracy"]) for row in evaluations]
+    return Snapshot(
+        name=run.name,
+        epochs=run.epochs,
+        step=step,
+        done_epochs=done,
+        num_steps=num_steps,
+        accuracy=accuracies[-1] if accuracies else None,
+        best_accuracy=max(accuracies, default=None),
+        loss=next((float(row["loss"]) for row in reversed(training) if is_number(row.get("loss"))), None),
+        train_seconds=seconds,
+        waits=_waits(spans),
+        left_seconds=left,
+        emulated=run.clock == "emulated",
+    )
+
+
+def _overhead(spans: list[Span], rows: list[Mapping[str, object]]) -> float:
+    """Seconds that pass for each of training: evaluations and checkpoints take time too. Spans count from the start."""
+    steps = [span for span in spans if span.rank == 0 and span.name == COMPUTE]
+    if not steps:
+        return 1.0
+    last = steps[-1]
+    at = [float(str(r["train_seconds"])) for r in rows if r["step"] == last.step and is_number(r.get("train_seconds"))]
+    return max(last.end / at[-1], 1.0) if at and at[-1] > 0 else 1.0
+
+
+def _waits(spans: list[Span]) -> dict[int, tuple[float, float]]:
+    result = {}
+    for rank in sorted({span.rank for span in spans}):
+        of = {n: length(merged((s.start, s.end) for s in spans if s.rank == rank and s.name == n)) for n in (WAIT, COMPUTE)}
+        result[rank] = (of[WAIT], of[COMPUTE])
+    return result
+
+
+# ------------------------------------------------------------------------------------------------ in words
+
+
+def lines(now: Snapshot) -> list[str]:
+    """The snapshot as a terminal shows it."""
+    share = now.done_epochs / now.epochs
+    bar = "#" * round(_BAR * share) + "." * (_BAR - round(_BAR * share))
+    steps = f"step {now.step}" + (f" of {now.num_steps}" if now.num_steps is not None else "")
+    left = "after the first evaluation" if now.left_seconds is None else f"about {duration(now.left_seconds)}"
+    said = [
+        f"{now.name}{' (emulated)' if now.emulated else ''}",
+        f"[{bar}] {share:4.0%}  epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}, {steps}",
+        f"time left  {left}",
+        f"accuracy   {_percent(now.accuracy)} (best {_percent(now.best_accuracy)})",
+        f"loss       {'-' if now.loss is None else f'{now.loss:.4f}'}",
+        f"training   {'-' if now.train_seconds is None else duration(now.train_seconds)}",
+    ]
+    for rank, (waited, stepped) in (now.waits or {}).items():
+        part = f" ({waited / stepped:.0%} of its steps)" if stepped else ""
+        said.append(f"worker {rank:<3d} waited {waited:.1f} s for communication{part}")
+    if not now.waits:
+        said.append("waiting of each worker: after the first epoch")
+    return said
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, ``4 min 05 s``, ``2 h 07 min``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min {round(seconds) % 60:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine works on a run folder."""
+    try:
+        status = (folder / ".lock").stat()
+        mine = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        return any(mine in line.split() for line in Path("/proc/locks").read_text().splitlines())
+    except OSError:
+        return False
+
+
+def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> int:
+    """Show a run until it ends; 0: it has, or is running; 1: it was stopped or killed."""
+    if not every_seconds > 0:
+        raise ValueError(f"--every={every_seconds:g}: must be positive")
+    shown = 0
+    while True:
+        run = read_parts(folder)
+        age = row_age(folder)
+        if (folder / "summary.json").exists():
+            _replace(out, shown, [_ended(folder)])
+            return 0
+        now = snapshot(run, read_spans(folder), age)
+        if not is_locked(folder) and age > (0 if once else _QUIET_SECONDS):
+            _replace(out, shown, [_stopped(now, age)])
+            return EXIT_STOPPED
+        said = lines(now)
+        _replace(out, shown, said)
+        shown = len(said)
+        if once:
+            return 0
+        time.sleep(every_seconds)
+
+
+def row_age(folder: Path) -> float:
+    """Seconds since the last row, or since the folder was made."""
+    path = folder / "metrics.jsonl"
+    return max(time.time() - (path if path.exists() else folder).stat().st_mtime, 0.0)
+
+
+def _ended(folder: Path) -> str:
+    summary = read_summary(folder)
+    return (
+        f"{folder.name}: ended, accuracy {summary['final_accuracy']:.2%} (best {summary['best_accuracy']:.2%}) after "
+        f"{duration(summary['train_seconds'])} of training; waited {summary['comm_exposed_seconds']:.1f} s for communication"
+    )
+
+
+def _stopped(now: Snapshot, age: float) -> str:
+    where = f"at step {now.step}, epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}"
+    return (
+        f"{now.name}: is not running on this machine; it was stopped or killed {where}, {duration(age)} ago; "
+        "the same cocod train line goes on with it"
+    )
+
+
+def _replace(out: TextIO, shown: int, said: list[str]) -> None:
+    """Write over what was shown before: up, and clear to the end of the screen."""
+    out.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(said) + "\n")
+    out.flush()
