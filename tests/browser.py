@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -102,12 +104,24 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
 
+#: The protocol's pipes must be descriptors 3 and 4 of the browser.
+_EXEC = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe whose descriptors are none of those that are put in place."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
+    for end in ends:
+        os.close(end)
+    return moved[0], moved[1]
+
+
 @contextmanager
 def chromium(profile: Path) -> Iterator[Page]:
     """A browser of our own; it is ended, with all its processes, whatever happens."""
     assert CHROMIUM is not None
-    to_read, write = os.pipe()
-    read, to_write = os.pipe()
+    (to_read, write), (read, to_write) = _pipe(), _pipe()
     options = [
         "--headless=new",
         "--no-sandbox",
@@ -118,10 +132,8 @@ def chromium(profile: Path) -> Iterator[Page]:
         "--remote-debugging-pipe",
         f"--user-data-dir={profile}",
     ]
-    # The protocol's pipes must be descriptors 3 and 4.
-    script = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
     process = subprocess.Popen(
-        ["sh", "-c", script, CHROMIUM, *options],
+        [sys.executable, "-c", _EXEC, str(to_read), str(to_write), CHROMIUM, *options],
         pass_fds=(to_read, to_write),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -7,9 +7,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-from cocod_accel.report.groups import Group, Stat, base_label, compared, differing_keys
+from cocod_accel.report.groups import Group, Stat, base_label, compared, telling_keys
 from cocod_accel.report.runs import Run, is_number
 
 #: What changes with the number of workers by itself.
@@ -75,7 +74,7 @@ def epochs_of_steps(run: Run) -> list[tuple[float, float]]:
 
 def interpolated(x: float, known: Sequence[tuple[float, float]]) -> float:
     """The value at ``x`` on the line through known points; after the last one, its value."""
-    index = bisect_left([key for key, _ in known], x)
+    index = bisect_left(known, x, key=lambda point: point[0])
     if math.isnan(x) or not known:
         return math.nan
     if index == 0 or index == len(known):
@@ -151,9 +150,8 @@ def _series_names(groups: Sequence[Group]) -> list[str]:
     names = []
     for group in groups:
         alike = [compared(other.first) for other in groups if base_label(other.first) == base_label(group.first)]
-        keys = differing_keys(alike) - _BY_WORKERS
-        config: dict[str, Any] = group.config
-        parts = [f"{key.split('.')[-1]}={config.get(key, '-')}" for key in sorted(keys)]
+        keys = telling_keys([{key: value for key, value in config.items() if key not in _BY_WORKERS} for config in alike])
+        parts = [f"{key}={group.config.get(key, '-')}" for key in keys]
         clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
         names.append(" ".join([base_label(group.first), *parts, *clock]))
     return names

@@ -40,6 +40,8 @@ _IN_LABEL = frozenset({"algorithm.name", "cluster.proportional"})
 _SETTING_SECTIONS = ("task", "model", "emulate")
 _SETTING_KEYS = frozenset({"cluster.num_workers"})
 _LONGEST_VALUE = 24
+#: Of two keys that tell as much, the one a reader would name.
+_FIRST_TOLD = frozenset({"algorithm.period", "cluster.num_workers", "task.name", "model.name", "batch_size"})
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ def labels(groups: Sequence[Group]) -> list[str]:
     named = []
     for group, base in zip(groups, bases, strict=True):
         alike = [other for other, name in zip(groups, bases, strict=True) if name == base]
-        keys = differing_keys([other.config for other in alike]) - _IN_LABEL
-        parts = [f"{key.split('.')[-1]}={_short(group.config.get(key, '-'))}" for key in sorted(keys)]
+        keys = telling_keys([other.config for other in alike])
+        parts = [f"{_short_key(key)}={_short(group.config.get(key, '-'))}" for key in keys]
         clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
         unfinished = [] if group.first.is_finished else ["(unfinished)"]
         named.append(" ".join([base, *parts, *clock, *unfinished]))
@@ -173,10 +175,26 @@ def base_label(run: Run) -> str:
     return f"{run.algorithm}{' + PS' if run.config['cluster.proportional'] == 'True' else ''}"
 
 
+def telling_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """As few keys as tell all of some configurations apart: each next one is the one that tells most."""
+    keys = sorted(differing_keys(configs) - _IN_LABEL, key=lambda key: (key not in _FIRST_TOLD, key))
+    wanted = len({tuple(config.get(key) for key in keys) for config in configs})
+    chosen: list[str] = []
+    while len({tuple(config.get(key) for key in chosen) for config in configs}) < wanted:
+        chosen.append(max(keys, key=lambda key: len({tuple(c.get(k) for k in [*chosen, key]) for c in configs})))
+    return chosen
+
+
 def differing_keys(configs: Iterable[Mapping[str, str]]) -> set[str]:
     """The keys that have not the same value in all of them."""
     seen = list(configs)
     return {key for key in {key for config in seen for key in config} if len({config.get(key) for config in seen}) > 1}
+
+
+def _short_key(key: str) -> str:
+    """``model.name`` is model, ``algorithm.period`` is period."""
+    section, _, last = key.rpartition(".")
+    return section if last == "name" else last
 
 
 def _short(value: str) -> str:
@@ -241,9 +259,7 @@ def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
             )
         seeds = [run.seed for run in group.runs]
         if len(set(seeds)) < len(seeds):
-            notes.append(
-                f"{group.label}: some of its {len(seeds)} runs have the same seed, so their spread is that of time alone"
-            )
+            notes.append(f"{group.label}: has runs of one seed (seeds {', '.join(seeds)}); they differ in time alone")
     notes += [run.note for group in groups for run in group.runs if run.note]
     others = differing_keys([group.config for group in groups]) - _IN_LABEL
     if others:

@@ -188,7 +188,13 @@ def verdicts(comparison: Comparison) -> list[str]:
     settings: dict[frozenset[tuple[str, str]], list[Group]] = {}
     for group in comparison.groups:
         settings.setdefault(setting(group), []).append(group)
-    return [line for groups in settings.values() if len(groups) > 1 for line in _verdict(comparison, groups)]
+    said = []
+    for groups in settings.values():
+        first = groups[0].first
+        where = f"{first.config['task.name']}, {first.config['model.name']}, {first.num_workers} workers"
+        prefix = f"{where}{'' if first.clock == 'real' else f', {first.clock}'}: " if len(settings) > 1 else ""
+        said += [prefix + line for line in _verdict(comparison, groups)] if len(groups) > 1 else []
+    return said
 
 
 def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:

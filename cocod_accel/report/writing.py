@@ -39,7 +39,8 @@ def collect(folders: Sequence[Path], wandb_folders: Sequence[Path] = ()) -> tupl
         except ValueError as error:
             problems.append(str(error))
             continue
-        runs += more
+        # A run folder holds its wandb files: the run is not to count twice.
+        runs += [run for run in more if not seen.intersection(run.source.resolve().parents)]
         problems += unread
     if not folders and not wandb_folders:
         raise ValueError("RUN: none given; name run folders, or wandb's with --from-wandb DIR")

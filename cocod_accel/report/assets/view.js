@@ -75,19 +75,21 @@ class View {
     figure.append(stage);
     this.pointers = new Map();
     this.selection = null;
+    this.measure();
     this.listen();
     new ResizeObserver(() => this.redraw()).observe(stage);
   }
 
   // ---- what a figure must provide: extent() -> [low, high] in axis units, paint(context), hover(x, y) -> text or null
 
-  get plot() {
+  // Asking the canvas for its size may lay the page out anew, so it is asked once a drawing, not once a point.
+  measure() {
     const { left, right, top, bottom } = this.margins;
+    this.size = { width: this.canvas.clientWidth, height: this.canvas.clientHeight };
     const { width, height } = this.size;
-    return { x: left, y: top, width: Math.max(width - left - right, 10), height: Math.max(height - top - bottom, 10) };
+    this.plot = { x: left, y: top, width: Math.max(width - left - right, 10), height: Math.max(height - top - bottom, 10) };
   }
 
-  get size() { return { width: this.canvas.clientWidth, height: this.canvas.clientHeight }; }
   toPixel(x) { return this.plot.x + (x - this.low) / (this.high - this.low) * this.plot.width; }
   toAxis(pixel) { return this.low + (pixel - this.plot.x) / this.plot.width * (this.high - this.low); }
 
@@ -120,6 +122,7 @@ class View {
   }
 
   draw() {
+    this.measure();
     const ratio = window.devicePixelRatio || 1;
     const { width, height } = this.size;
     if (!width) return;
