@@ -142,12 +142,18 @@ class Chart extends View {
     const [first, last] = this.visible(series);
     const { colour, dash } = series.group;
     context.strokeStyle = context.fillStyle = shade(colour);
-    context.lineWidth = series.bold ? 2 : 1;
+    context.lineJoin = "bevel";
     context.globalAlpha = series.bold ? 1 : 0.45;
-    context.setLineDash(series.bold ? dash : []);
     context.beginPath();
     // At most four points for a column of pixels: its first, lowest, highest and last.
-    const add = i => { this.numDrawn++; context.lineTo(this.toPixel(series.xs[i]), this.yPixel(series.ys[i])); };
+    let before = null, length = 0;
+    const add = i => {
+      const x = this.toPixel(series.xs[i]), y = this.yPixel(series.ys[i]);
+      if (before) length += Math.hypot(x - before[0], y - before[1]);
+      before = [x, y];
+      this.numDrawn++;
+      context.lineTo(x, y);
+    };
     const dense = last - first > this.plot.width;
     for (let i = first; i < last;) {
       let end = i + 1, low = i, high = i;
@@ -162,6 +168,10 @@ class Chart extends View {
       for (const index of new Set([i, Math.min(low, high), Math.max(low, high), end - 1])) add(index);
       i = end;
     }
+    // Dashes of a curve that goes up and down many times are not seen as dashes, but take long to draw.
+    const isPlain = !dense && length < 3 * (this.plot.width + this.plot.height);
+    context.lineWidth = series.bold && isPlain ? 2 : 1;
+    context.setLineDash(series.bold && isPlain ? dash : []);
     context.stroke();
     context.setLineDash([]);
     if (series.bold && last - first < this.plot.width / 8) {

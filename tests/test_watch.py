@@ -1,0 +1,266 @@
+"""``cocod watch``, and one real run from its first row to its wandb file."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cocod_accel import cli
+from cocod_accel.report.groups import compare
+from cocod_accel.report.runs import read_parts, read_run
+from cocod_accel.report.spans import read_spans
+from cocod_accel.report.tables import cells
+from cocod_accel.report.wandb_files import read_wandb_runs
+from cocod_accel.report.watch import duration, is_locked, lines, snapshot, watch
+from tests.run_folders import write_run
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+
+
+def cut(folder: Path, num_rows: int) -> None:
+    """Leave the first rows only, as if the run had come no further."""
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:num_rows]))
+
+
+def test_a_snapshot_says_how_far_a_run_is_and_how_long_it_will_take(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "run", [0.5, 0.8, 0.7, 0.6], seconds_per_epoch=2.0, finished=False)
+    cut(folder, 1 + 3 + 3 + 1)  # the plan, two epochs, and half of the third
+    now = snapshot(read_parts(folder), [])
+    assert (now.step, now.num_steps, now.done_epochs, now.epochs) == (25, 40, 2.5, 4)
+    assert (now.accuracy, now.best_accuracy, now.train_seconds) == (0.8, 0.8, 5.0)
+    # 25 steps took 5 s, so the 15 that are left take 3 s; a second of them has passed since the last row.
+    assert now.left_seconds == pytest.approx(3.0)
+    assert snapshot(read_parts(folder), [], row_age_seconds=1.0).left_seconds == pytest.approx(2.0)
+    # Spans: 20 steps end at 2.1 s of which 4 s are training in the rows, so nothing is added.
+    with_spans = snapshot(read_parts(folder), read_spans(folder))
+    assert with_spans.left_seconds == pytest.approx(3.0)
+    assert with_spans.waits is not None
+    assert [*with_spans.waits] == [0, 1]
+    assert with_spans.waits[1] == pytest.approx((0.4, 2.0))
+    text = "\n".join(lines(with_spans))
+    for words in ("62%  epoch 3 of 4, step 25 of 40", "about 3.0 s", "80.00% (best 80.00%)", "worker 1   waited 0.4 s"):
+        assert words in text
+
+
+def test_before_the_first_evaluation_nothing_is_promised(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "run", finished=False)
+    cut(folder, 2)
+    now = snapshot(read_parts(folder), [])
+    assert (now.left_seconds, now.accuracy, now.num_steps) == (None, None, None)
+    text = "\n".join(lines(now))
+    assert "time left  after the first evaluation" in text
+    assert "waiting of each worker: after the first epoch" in text
+    cut(folder, 0)
+    assert "epoch 1 of 2, step 0" in "\n".join(lines(snapshot(read_parts(folder), [])))
+
+
+def test_durations_are_words() -> None:
+    found = [duration(seconds) for seconds in (0.04, 59.9, 59.96, 61, 3599, 3600, 7260)]
+    assert found == ["0.0 s", "59.9 s", "1 min 00 s", "1 min 01 s", "59 min 59 s", "1 h 00 min", "2 h 01 min"]
+
+
+def test_a_lock_is_seen_and_not_taken(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    assert not is_locked(tmp_path)
+    with (tmp_path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert is_locked(tmp_path)
+        out = io.StringIO()
+        folder = write_run(tmp_path, "run", finished=False)
+        os.link(tmp_path / ".lock", folder / ".lock")
+        assert watch(folder, out, once=True) == 0
+        assert out.getvalue().startswith("run\n[")
+    assert not is_locked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "line"),
+    [
+        (lambda root: root / "gone", 2, "error: {}/gone: no such folder; give the folder of a run\n"),
+        (lambda root: root, 2, "error: {}: is not a run folder; give one that cocod train has made\n"),
+        (
+            lambda root: write_run(root, "done", [0.5, 0.8]),
+            0,
+            "done: ended, accuracy 80.00% (best 80.00%) after 4.0 s of training",
+        ),
+        (
+            lambda root: write_run(root, "killed", finished=False),
+            1,
+            "killed: is not running on this machine; it was stopped",
+        ),
+    ],
+)
+def test_what_does_not_run_is_one_line(
+    prepare: Callable[[Path], Path], code: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepare(tmp_path)
+    assert cli.main(["watch", str(folder)]) == code
+    out, err = capsys.readouterr()
+    assert (err if code == 2 else out).startswith(line.format(tmp_path))
+    assert len((out + err).splitlines()) == 1
+
+
+def test_it_refreshes_in_place_and_ends_with_the_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "run", [0.5, 0.8])
+    summary = (folder / "summary.json").rename(tmp_path / "summary.json")
+    cut(folder, 4)
+    out = io.StringIO()
+    later = threading.Timer(0.5, lambda: summary.rename(folder / "summary.json"))
+    later.start()
+    assert watch(folder, out, once=False, every_seconds=0.1) == 0
+    later.join()
+    first, *others = out.getvalue().split("\x1b[")
+    height = len(first.splitlines())
+    assert len(others) >= 4
+    assert all(part.startswith(f"{height}A") for part in others[::2]), "goes up exactly as far as it has written"
+    assert out.getvalue().splitlines()[-1].endswith("waited 1.0 s for communication")
+
+
+# ------------------------------------------------------------------------------------------- one real run
+
+
+def launch(root: Path, name: str, epochs: int) -> subprocess.Popen[bytes]:
+    arguments = [
+        "configs/quickstart.yaml", "task.name=synthetic", "model.name=mlp", "batch_size=8", f"schedule.epochs={epochs}",
+        "schedule.decay_epochs=[]", "algorithm.period=[[0, 1], [1, 3]]", "logging.every_steps=4", "logging.group=real",
+        f"output={root}", f"name={name}",
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [str(BIN / "cocod"), "train", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def until(happened: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def processes_of(root: Path) -> list[str]:
+    """Whoever still trains into a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if f"output={root}" in path.read_text():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def in_terminal(*arguments: str) -> tuple[int, str]:
+    """Run cocod with a terminal for its output."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([str(BIN / "cocod"), *arguments], cwd=ROOT, env=environment, stdout=theirs)
+    os.close(theirs)
+    text = b""
+    try:
+        while True:
+            try:
+                got = os.read(ours, 4096)
+            except OSError:  # the other side is closed
+                break
+            text += got
+        return process.wait(timeout=60), text.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_real_run_is_watched_to_its_end_and_wandb_has_the_same(tmp_path: Path) -> None:
+    process = launch(tmp_path, "real", epochs=60)
+    folder = tmp_path / "real"
+    try:
+        until(lambda: (folder / "metrics.jsonl").exists() and process.poll() is None, "training did not begin")
+        code, text = in_terminal("watch", str(folder), "--every", "0.2")
+        assert code == 0
+        assert "worker 1   waited" in text
+        assert "\x1b[" in text
+        assert "real: ended, accuracy" in text.splitlines()[-1]
+        assert process.wait(timeout=60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    run = read_run(folder)
+    (logged,), problems = read_wandb_runs(tmp_path)
+    assert problems == []
+    assert (logged.name, logged.seed, logged.clock) == (run.name, run.seed, run.clock)
+    assert logged.config == run.config
+    assert list(logged.rows) == [row for row in run.rows if row["kind"] != "plan"]
+    assert logged.measures() == run.measures()
+    assert cells(compare([logged])) == cells(compare([run]))
+    check_wandb_sorts(folder)
+
+
+def check_wandb_sorts(folder: Path) -> None:
+    """Groups, kinds and summary keys as wandb's tables want them."""
+    from wandb.proto import wandb_internal_pb2
+
+    from cocod_accel.report.wandb_files import find_wandb_files, records
+
+    record_type: Any = vars(wandb_internal_pb2)["Record"]
+    group, job, summary, bests = "", "", {}, {}
+    for payload in records(find_wandb_files(folder)[0].read_bytes()):
+        record = record_type()
+        record.ParseFromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            group, job = record.run.run_group, record.run.job_type
+        elif kind == "summary":
+            summary.update({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.summary.update})
+        elif kind == "metric" and record.metric.name == "eval/accuracy":
+            bests["accuracy"] = record.metric.summary.max
+    assert (group, job) == ("real", "cocod")
+    assert bests == {"accuracy": True}
+    times = {key: value for key, value in summary.items() if key.startswith("time_to_accuracy.")}
+    assert times
+    assert all(isinstance(value, float) for value in times.values())
+    assert summary["train_seconds"] == read_run(folder).measures()["train_seconds"]
+
+
+def test_a_killed_run_is_said_to_be_one_and_still_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = launch(tmp_path, "killed", epochs=5000)
+    folder = tmp_path / "killed"
+    try:
+        until(
+            lambda: (folder / "metrics.jsonl").exists() and '"eval"' in (folder / "metrics.jsonl").read_text(),
+            "no evaluation",
+        )
+        assert cli.main(["watch", str(folder), "--once"]) == 0
+        assert "epoch" in capsys.readouterr().out
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    until(lambda: not processes_of(tmp_path), "a process is left", seconds=30)
+    until(lambda: not is_locked(folder), "a process holds the lock", seconds=30)
+    assert cli.main(["watch", str(folder)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("killed: is not running on this machine; it was stopped or killed at step ")
+    assert cli.main(["compare", str(folder)]) == 0
+    assert "cocod (unfinished)" in capsys.readouterr().out
+    assert cli.main(["compare", "--from-wandb", str(tmp_path)]) == 0
+    assert "cocod (unfinished)" in capsys.readouterr().out
