@@ -37,6 +37,11 @@ TRAINER = [
     "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER
+#: Within report/, likewise.
+REPORT = [
+    "runs", "wandb_files", "groups", "tables", "spans", "look", "curves", "figures", "markup", "page", "trace", "watch",
+    "writing",
+]  # fmt: skip
 
 
 def test_importing_the_core_needs_torch_alone() -> None:
@@ -75,6 +80,16 @@ def test_imports_go_one_way() -> None:
         assert module in ORDER, f"{module} has no place in the order of imports"
         for name in imported(path):
             assert ORDER.index(name) <= ORDER.index(module), f"{module} imports {name}, which stands to its right"
+
+
+def test_imports_within_the_report_go_one_way() -> None:
+    for path in (ROOT / "report").glob("*.py"):
+        if path.stem == "__init__":
+            continue
+        assert path.stem in REPORT, f"report/{path.name} has no place in the order of imports"
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        for name in (node.module.split(".")[2] for node in nodes if (node.module or "").startswith("cocod_accel.report.")):
+            assert REPORT.index(name) < REPORT.index(path.stem), f"{path.stem} imports {name}, which stands to its right"
 
 
 def test_only_comm_calls_collectives() -> None:

@@ -171,17 +171,17 @@ def test_emulated_runs_are_labelled_and_not_measured_against_real_ones(tmp_path:
     write_run(tmp_path, "plan", overrides=[COCOD], summary={"clock": "simulated", "emulated": "16 workers"})
     comparison = comparison_of(tmp_path)
     assert {group.label for group in comparison.groups} == {
-        "ssgd slowdown=None", "ssgd slowdown=[1, 2] [emulated]", "cocod slowdown=[1, 2] [emulated]",
-        "cocod slowdown=None [simulated]",
+        "ssgd", "ssgd slowdown=[1, 2] [emulated]", "cocod slowdown=[1, 2] [emulated]",
+        "cocod [simulated]",
     }  # fmt: skip
     emulated = comparison.of("cocod slowdown=[1, 2] [emulated]")
     assert emulated is not None
     assert emulated.baseline == "ssgd slowdown=[1, 2] [emulated]"
-    simulated = comparison.of("cocod slowdown=None [simulated]")
+    simulated = comparison.of("cocod [simulated]")
     assert simulated is not None
     assert simulated.baseline is None
     assert "cocod slowdown=[1, 2] [emulated]: emulated, slowdown [1, 2]" in comparison.notes
-    assert "cocod slowdown=None [simulated]: simulated, 16 workers" in comparison.notes
+    assert "cocod [simulated]: simulated, 16 workers" in comparison.notes
 
 
 def test_an_unfinished_run_stands_alone(tmp_path: Path) -> None:
@@ -335,6 +335,16 @@ def test_speedup_over_workers_is_seconds_an_epoch_against_one_worker(tmp_path: P
     }
 
 
+def test_speedup_over_workers_keeps_tasks_models_and_clocks_apart(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        write_run(tmp_path, f"a-{workers}", [0.8, 0.8], 10.0 / workers, [SSGD, f"cluster.num_workers={workers}"])
+    write_run(tmp_path, "other model", [0.8, 0.8], 1.0, [COCOD, "cluster.num_workers=4", "model.name=mlp"])
+    write_run(tmp_path, "emulated", [0.8, 0.8], 1.0, [COCOD, "emulate.slowdown=[1, 2]"])
+    found = scaling(comparison_of(tmp_path).groups)
+    assert found is not None
+    assert found.series == {"ssgd": [(1, 1.0), (2, 2.0)]}
+
+
 def test_the_table_alone_needs_no_matplotlib(fixture: Path) -> None:
     import subprocess
     import sys
@@ -358,7 +368,7 @@ def test_out_holds_tables_figures_and_the_page(fixture: Path, tmp_path: Path, ca
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         words = " ".join(ElementTree.parse(out / f"{name}.svg").getroot().itertext())
         for word in {
-            "loss_over_epochs": ("epoch", "training loss (cross-entropy)", "ssgd num_workers=2, n=3"),
+            "loss_over_epochs": ("epoch", "training loss (cross-entropy)", "ssgd 2 workers, n=3"),
             "accuracy_over_time": ("training time (s)", "test accuracy", "target 80%"),
             "speedup_over_workers": ("number of workers", "time speedup, ssgd on 1 worker = 1"),
             "timeline": ("milliseconds", "worker 1", "waiting for communication"),

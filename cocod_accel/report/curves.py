@@ -6,9 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from cocod_accel.report.groups import Group, Stat, base_label, compared, telling_keys
+from cocod_accel.report.groups import Group, Stat, base_label, compared, setting, telling_keys, told
 from cocod_accel.report.runs import Run, is_number
 
 #: What changes with the number of workers by itself.
@@ -119,10 +118,15 @@ class Scaling:
 def scaling(groups: Sequence[Group], baseline: str | None = None) -> Scaling | None:
     """Seconds an epoch of a reference over everybody's; None if all have the same number of workers.
 
-    The reference is the group on fewest workers, of the baseline's algorithm if there are several. On one worker the
-    algorithms are one and the same, so that is then where every curve begins.
+    Only groups of one task, model and emulation are put together: those with most numbers of workers. The reference is the
+    group on fewest workers, of the baseline's algorithm if there are several. On one worker the algorithms are one and
+    the same, so that is then where every curve begins.
     """
-    whole = [group for group in groups if group.first.is_finished]
+    alike: dict[frozenset[tuple[str, str]], list[Group]] = {}
+    for group in groups:
+        if group.first.is_finished:
+            alike.setdefault(setting(group, without=_BY_WORKERS), []).append(group)
+    whole = max(alike.values(), key=lambda those: len({group.first.num_workers for group in those}), default=[])
     if len({group.first.num_workers for group in whole}) < 2:
         return None
     fewest = min(group.first.num_workers for group in whole)
@@ -130,15 +134,12 @@ def scaling(groups: Sequence[Group], baseline: str | None = None) -> Scaling | N
     reference = next((group for group in smallest if base_label(group.first) == (baseline or "ssgd")), smallest[0])
     per_epoch = _epoch_seconds(reference)
     series: dict[str, list[tuple[int, float]]] = {}
-    names = _series_names(whole)
-    ranked = sorted(zip(names, whole, strict=True), key=lambda pair: (pair[0], pair[1].first.num_workers))
-    for name, members in groupby(ranked, key=lambda pair: pair[0]):
-        found = [(group.first.num_workers, per_epoch / _epoch_seconds(group)) for _, group in members]
-        if fewest == 1 and found[0][0] > 1:
-            found.insert(0, (1, 1.0))
-        series[name] = found
+    for name, group in sorted(zip(_series_names(whole), whole, strict=True), key=lambda pair: pair[1].first.num_workers):
+        series.setdefault(name, []).append((group.first.num_workers, per_epoch / _epoch_seconds(group)))
+    if fewest == 1:
+        series = {name: found if found[0][0] == 1 else [(1, 1.0), *found] for name, found in series.items()}
     where = f"{base_label(reference.first)} on {fewest} worker{'s' if fewest > 1 else ''}"
-    return Scaling(where, series, fewest)
+    return Scaling(where, dict(sorted(series.items())), fewest)
 
 
 def _epoch_seconds(group: Group) -> float:
@@ -151,7 +152,7 @@ def _series_names(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         alike = [compared(other.first) for other in groups if base_label(other.first) == base_label(group.first)]
         keys = telling_keys([{key: value for key, value in config.items() if key not in _BY_WORKERS} for config in alike])
-        parts = [f"{key}={group.config.get(key, '-')}" for key in keys]
+        parts = [told(key, group.config[key]) for key in keys if group.config.get(key, "None") != "None"]
         clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
         names.append(" ".join([base_label(group.first), *parts, *clock]))
     return names

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from cocod_accel.report.curves import Point, Scaling, mean_points, points
 from cocod_accel.report.groups import Comparison, Group
-from cocod_accel.report.look import DASHES, MARKERS, PALETTE, SPAN_COLOURS, Style, styles
+from cocod_accel.report.look import SPAN_COLOURS, Style, styles, styles_of
 from cocod_accel.report.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT, Span, step_seconds, window
 from cocod_accel.report.tables import percent
 
@@ -34,9 +34,10 @@ _SETTINGS: Any = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
-#: How many steps of the slowest run, and how many workers, a timeline shows.
+#: How many steps of the slowest run, how many runs, and about how many workers of all together a timeline shows.
 _TIMELINE_STEPS = 12
-_TIMELINE_WORKERS = 4
+_TIMELINE_RUNS = 8
+_TIMELINE_LANES = 16
 
 
 def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]) -> dict[str, Figure]:
@@ -46,7 +47,7 @@ def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping
         if scaling is not None:
             figures["speedup_over_workers"] = _speedup(scaling)
         if spans:
-            figures["timeline"] = draw_timeline(spans)
+            figures["timeline"] = _timeline(spans)
     return figures
 
 
@@ -103,6 +104,7 @@ def _accuracy(comparison: Comparison) -> Figure:
                 textcoords="offset points",
                 color="#555555",
                 fontsize=9,
+                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5},
             )
     return figure
 
@@ -126,7 +128,8 @@ def _panels(
             axes.set_ylabel(y_label)
         workers = sorted({group.first.num_workers for group in groups})
         count = f"{workers[0]}" if len(workers) == 1 else f"{workers[0]} to {workers[-1]}"
-        axes.set_title(f"{name}, {count} workers", fontsize=9, loc="left", color="#555555")
+        lines = [name, f"{count} workers"]
+        axes.set_title((", " if len(panels) == 1 else "\n").join(lines), fontsize=9, loc="left", color="#555555")
     _title(figure, title)
     _legend_beside(figure)
     return figure
@@ -164,9 +167,9 @@ def _speedup(scaling: Scaling) -> Figure:
     counts = sorted({workers for found in scaling.series.values() for workers, _ in found})
     ideal = [workers / scaling.num_reference_workers for workers in counts]
     axes.plot(counts, ideal, color="#999999", linewidth=1, linestyle=":", label="linear")
-    for index, (name, found) in enumerate(scaling.series.items()):
-        style = Style(PALETTE[index % len(PALETTE)], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
-        axes.plot([n for n, _ in found], [s for _, s in found], label=name, **_line(style))
+    look = styles_of(list(scaling.series))
+    for name, found in scaling.series.items():
+        axes.plot([n for n, _ in found], [s for _, s in found], label=name, **_line(look[name]))
     axes.set_xticks(counts)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("number of workers")
@@ -176,39 +179,47 @@ def _speedup(scaling: Scaling) -> Figure:
     return figure
 
 
-def draw_timeline(spans: Mapping[str, Sequence[Span]], at: float | None = None, seconds: float | None = None) -> Figure:
+def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure:
     """What workers did in a short window of each run: a lane of computing and waiting, one of communication below it."""
-    if seconds is None:
-        seconds = _TIMELINE_STEPS * max(step_seconds(rows) for rows in spans.values()) or 1.0
-    lanes = [(label, rank) for label, rows in spans.items() for rank in _shown(rows)]
-    figure = Figure(figsize=(9.0, 1.3 + 0.42 * len(lanes) + 0.18 * len(spans)), layout="constrained")
+    shown = dict(list(spans.items())[:_TIMELINE_RUNS])
+    seconds = _TIMELINE_STEPS * max(step_seconds(rows) for rows in shown.values()) or 1.0
+    ranks = {label: _ranks(rows, len(shown)) for label, rows in shown.items()}
+    num_lanes = sum(map(len, ranks.values()))
+    figure = Figure(figsize=(9.0, 1.3 + 0.38 * num_lanes + 0.36 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     seen: set[str] = set()
     y, ticks, names = 0.0, [], []
-    for label, rows in spans.items():
-        begin = window(rows, seconds) if at is None else at
-        for rank in _shown(rows):
+    for label, rows in shown.items():
+        begin = window(rows, seconds)
+        num_workers = len({span.rank for span in rows})
+        some = f", {len(ranks[label])} of {num_workers} workers" if len(ranks[label]) < num_workers else ""
+        axes.text(0, y + 0.62, label + some, fontweight="bold", fontsize=9, va="bottom")
+        y += 0.7
+        for rank in ranks[label]:
             seen |= _draw_worker(axes, [span for span in rows if span.rank == rank], begin, seconds, y)
             ticks.append(y + 0.42)
-            names.append(f"{label}  worker {rank}")
+            names.append(f"worker {rank}")
             y += 1.0
-        y += 0.45
+        y += 0.2
     axes.set_yticks(ticks, names)
-    axes.set_ylim(y - 0.5, -0.2)
+    axes.set_ylim(y - 0.1, 0)
     axes.set_xlim(0, 1e3 * seconds)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("milliseconds, from a moment in the middle of each run")
-    shown = [name for name in NAMES if name in seen]
-    patches = [Patch(facecolor=SPAN_COLOURS[n], hatch=_hatch(n), edgecolor="white", label=MEANINGS[n]) for n in shown]
-    _title(figure, "What the workers did")
+    kinds = [name for name in NAMES if name in seen]
+    patches = [Patch(facecolor=SPAN_COLOURS[n], hatch=_hatch(n), edgecolor="white", label=MEANINGS[n]) for n in kinds]
+    left_out = "" if len(shown) == len(spans) else f" (the first {len(shown)} of {len(spans)})"
+    _title(figure, f"What the workers did{left_out}")
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
     return figure
 
 
-def _shown(rows: Sequence[Span]) -> list[int]:
-    return sorted({span.rank for span in rows})[:_TIMELINE_WORKERS]
+def _ranks(rows: Sequence[Span], num_runs: int) -> list[int]:
+    """The workers to show: fewer, the more runs there are."""
+    most = max(2, _TIMELINE_LANES // num_runs)
+    return sorted({span.rank for span in rows})[:most]
 
 
 def _hatch(name: str) -> str | None:

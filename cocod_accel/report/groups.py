@@ -158,7 +158,7 @@ def labels(groups: Sequence[Group]) -> list[str]:
     for group, base in zip(groups, bases, strict=True):
         alike = [other for other, name in zip(groups, bases, strict=True) if name == base]
         keys = telling_keys([other.config for other in alike])
-        parts = [f"{_short_key(key)}={_short(group.config.get(key, '-'))}" for key in keys]
+        parts = [told(key, group.config[key]) for key in keys if group.config.get(key, "None") != "None"]
         clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
         unfinished = [] if group.first.is_finished else ["(unfinished)"]
         named.append(" ".join([base, *parts, *clock, *unfinished]))
@@ -191,14 +191,13 @@ def differing_keys(configs: Iterable[Mapping[str, str]]) -> set[str]:
     return {key for key in {key for config in seen for key in config} if len({config.get(key) for config in seen}) > 1}
 
 
-def _short_key(key: str) -> str:
-    """``model.name`` is model, ``algorithm.period`` is period."""
-    section, _, last = key.rpartition(".")
-    return section if last == "name" else last
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
+def told(key: str, value: str) -> str:
+    """``4 workers``, ``vgg16``, ``period=5``: a key and its value, in short."""
+    last = key.split(".")[-1]
+    short = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
+    if key == "cluster.num_workers":
+        return f"{short} worker{'' if value == '1' else 's'}"
+    return short if last == "name" else f"{last}={short}"
 
 
 # --------------------------------------------------------------------------------- targets and baselines
@@ -216,9 +215,9 @@ def common_target(runs: Sequence[Run]) -> float | None:
     return max(by_all or by_any, default=None)
 
 
-def setting(group: Group) -> frozenset[tuple[str, str]]:
+def setting(group: Group, without: frozenset[str] = frozenset()) -> frozenset[tuple[str, str]]:
     """What two groups must share for one's time to say something about the other's."""
-    config = group.config
+    config = {key: value for key, value in group.config.items() if key not in without}
     kept = {key: value for key, value in config.items() if key.split(".")[0] in _SETTING_SECTIONS or key in _SETTING_KEYS}
     return frozenset({**kept, "clock": group.first.clock}.items())
 

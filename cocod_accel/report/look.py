@@ -29,17 +29,22 @@ class Style:
 
 
 def styles(groups: Sequence[Group]) -> dict[str, Style]:
-    """A style for each label: an algorithm's own colour if it is still free, else the next one."""
+    """A style for each group's label."""
+    return styles_of([group.label for group in groups])
+
+
+def styles_of(labels: Sequence[str]) -> dict[str, Style]:
+    """A style for each label: the colour of the algorithm it begins with if that is still free, else the next one."""
     free = list(range(len(PALETTE)))
     chosen: dict[str, int] = {}
-    for group in groups:
-        own = _OWN_COLOUR.get(group.first.algorithm)
+    for label in labels:
+        own = _OWN_COLOUR.get(label.split(" ")[0])
         if own in free:
             free.remove(own)
-            chosen[group.label] = own
-    for number, group in enumerate(group for group in groups if group.label not in chosen):
-        chosen[group.label] = free.pop() if free else number % len(PALETTE)
+            chosen[label] = own
+    for number, label in enumerate(label for label in labels if label not in chosen):
+        chosen[label] = free.pop() if free else number % len(PALETTE)
     return {
-        group.label: Style(PALETTE[chosen[group.label]], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
-        for index, group in enumerate(groups)
+        label: Style(PALETTE[chosen[label]], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
+        for index, label in enumerate(labels)
     }

@@ -18,6 +18,8 @@ from cocod_accel.report.tables import columns, percent, verdicts
 Cell = tuple[str, float | int | str | None]
 #: Text and meaning.
 Heading = tuple[str, str]
+#: A table of more rows than this is shown when asked for.
+_LONG_TABLE = 24
 
 
 def table(caption: str, header: Sequence[Heading], rows: Sequence[Sequence[Cell]], sortable: bool) -> str:
@@ -167,13 +169,14 @@ def timeline_section(timelines: Sequence[Mapping[str, Any]]) -> str:
         for t in timelines
         for share in t["shares"]
     ]
+    found = table("Seconds of each worker", header, rows, sortable=True)
     return (
         '<p class="quiet">What each worker did, from the spans of the first run of each row: a lane for computing and '
         "waiting, one for communication below it.</p>"
         f'<div class="legend"><ul>{"".join(map(_key, seen))}</ul></div>{"".join(cuts)}'
         '<figure id="timeline" class="plot"><div class="bar">'
         f'<label>run <select data-role="run">{options}</select></label></div></figure>'
-        + table("Seconds of each worker", header, rows, sortable=True)
+        + (_folded("Seconds of each worker", found) if len(rows) > _LONG_TABLE else found)
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from cocod_accel.report.curves import Scaling, epochs_of_steps, interpolated, points, sent_until
 from cocod_accel.report.groups import Comparison
-from cocod_accel.report.look import DASHES, PALETTE, SPAN_COLOURS, styles
+from cocod_accel.report.look import SPAN_COLOURS, styles, styles_of
 from cocod_accel.report.markup import (
     answer,
     differences_table,
@@ -142,10 +142,8 @@ def _scaling_data(scaling: Scaling) -> list[dict[str, Any]]:
 
     counts = sorted({workers for found in scaling.series.values() for workers, _ in found})
     linear = [(count, count / scaling.num_reference_workers) for count in counts]
-    measured = [
-        series(name, PALETTE[index % len(PALETTE)], DASHES[index % len(DASHES)], found)
-        for index, (name, found) in enumerate(scaling.series.items())
-    ]
+    look = styles_of(list(scaling.series))
+    measured = [series(name, look[name].colour, look[name].dash, found) for name, found in scaling.series.items()]
     return [series("linear", "#7f7f7f", (2, 3), linear), *measured]
 
 

@@ -192,8 +192,9 @@ def verdicts(comparison: Comparison) -> list[str]:
     for groups in settings.values():
         first = groups[0].first
         where = f"{first.config['task.name']}, {first.config['model.name']}, {first.num_workers} workers"
-        prefix = f"{where}{'' if first.clock == 'real' else f', {first.clock}'}: " if len(settings) > 1 else ""
-        said += [prefix + line for line in _verdict(comparison, groups)] if len(groups) > 1 else []
+        prefix = f"{where}{'' if first.clock == 'real' else f', {first.clock}'}: "
+        lines = _verdict(comparison, groups) if len(groups) > 1 else []
+        said += lines if len(settings) == 1 else [prefix + line for line in lines[:1]]
     return said
 
 
