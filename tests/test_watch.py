@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,33 +170,34 @@ def processes_of(root: Path) -> list[str]:
     return found
 
 
-def in_terminal(*arguments: str) -> tuple[int, str]:
-    """Run cocod with a terminal for its output."""
+def in_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
+    """Run a command of cocod with a terminal for its output."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([str(BIN / "cocod"), *arguments], cwd=ROOT, env=environment, stdout=theirs)
-    os.close(theirs)
-    text = b""
+    parts: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # the other side is closed
+            while got := os.read(ours, 4096):
+                parts.append(got)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
-        while True:
-            try:
-                got = os.read(ours, 4096)
-            except OSError:  # the other side is closed
-                break
-            text += got
-        return process.wait(timeout=60), text.decode()
+        with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", terminal)
+            code = cli.main(list(arguments))
     finally:
-        process.kill()
-        process.wait()
+        reader.join()
         os.close(ours)
+    return code, b"".join(parts).decode()
 
 
-def test_a_real_run_is_watched_to_its_end_and_wandb_has_the_same(tmp_path: Path) -> None:
-    process = launch(tmp_path, "real", epochs=60)
+def test_a_real_run_is_watched_to_its_end_and_wandb_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = launch(tmp_path, "real", epochs=40)
     folder = tmp_path / "real"
     try:
         until(lambda: (folder / "metrics.jsonl").exists() and process.poll() is None, "training did not begin")
-        code, text = in_terminal("watch", str(folder), "--every", "0.2")
+        code, text = in_terminal(monkeypatch, "watch", str(folder), "--every", "0.2")
         assert code == 0
         assert "worker 1   waited" in text
         assert "\x1b[" in text

@@ -22,8 +22,8 @@ def collect(folders: Sequence[Path], wandb_folders: Sequence[Path] = ()) -> tupl
     for folder in folders:
         try:
             found = find_runs(folder)
-        except ValueError as error:
-            problems.append(str(error))
+        except (OSError, ValueError) as error:
+            problems.append(_said(error))
             continue
         for path in found:
             if path.resolve() in seen:
@@ -31,13 +31,13 @@ def collect(folders: Sequence[Path], wandb_folders: Sequence[Path] = ()) -> tupl
             seen.add(path.resolve())
             try:
                 runs.append(read_run(path))
-            except ValueError as error:
-                problems.append(str(error))
+            except (OSError, ValueError) as error:
+                problems.append(_said(error))
     for folder in wandb_folders:
         try:
             more, unread = read_wandb_runs(folder)
-        except ValueError as error:
-            problems.append(str(error))
+        except (OSError, ValueError) as error:
+            problems.append(_said(error))
             continue
         # A run folder holds its wandb files: the run is not to count twice.
         runs += [run for run in more if not seen.intersection(run.source.resolve().parents)]
@@ -45,6 +45,10 @@ def collect(folders: Sequence[Path], wandb_folders: Sequence[Path] = ()) -> tupl
     if not folders and not wandb_folders:
         raise ValueError("RUN: none given; name run folders, or wandb's with --from-wandb DIR")
     return runs, problems
+
+
+def _said(error: OSError | ValueError) -> str:
+    return f"{error.filename}: cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
 
 
 def spans_of(comparison: Comparison) -> dict[str, list[Span]]:
