@@ -27,6 +27,9 @@ MEANINGS = {
 }
 
 
+Interval = tuple[float, float]
+
+
 class Span(NamedTuple):
     rank: int
     step: int
@@ -62,8 +65,11 @@ def read_spans(folder: Path) -> list[Span]:
 def shares(spans: Sequence[Span]) -> list[Shares]:
     """Every worker's seconds of computing, waiting and communicating; hidden: communicating while not waiting."""
     result = []
-    for rank in sorted({span.rank for span in spans}):
-        by_name = {name: merged((s.start, s.end) for s in spans if s.rank == rank and s.name == name) for name in NAMES}
+    by_rank: dict[int, dict[str, list[Interval]]] = {}
+    for span in spans:
+        by_rank.setdefault(span.rank, {name: [] for name in NAMES})[span.name].append((span.start, span.end))
+    for rank, found in sorted(by_rank.items()):
+        by_name = {name: merged(intervals) for name, intervals in found.items()}
         waits, sent = by_name[WAIT], by_name[COMMUNICATE]
         result.append(
             Shares(
@@ -75,9 +81,6 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
             )
         )
     return result
-
-
-Interval = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -222,7 +222,7 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
             f"waiting for communication: {_share(first)} of its training time, {_share(baseline)} of {baseline.label}'s",
         ]
     close = [group.label for group in groups[1:] if _overlaps(first, group)]
-    return lines + ([f"no further from it than the spread: {', '.join(close)}"] if close else [])
+    return lines + ([f"within the spread over seeds: {', '.join(close)}"] if close else [])
 
 
 def _share(group: Group) -> str:

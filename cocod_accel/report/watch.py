@@ -8,7 +8,6 @@ find its folder in use.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cocod_accel.report.runs import Run, is_number, read_parts, read_summary
-from cocod_accel.report.spans import COMPUTE, WAIT, Span, length, merged, read_spans
+from cocod_accel.report.spans import COMPUTE, Span, read_spans, shares
 
 #: Without a process on this machine and without a row for so long, a run counts as ended. It may be starting again, or
 #: run on another machine that shares the folder.
@@ -90,11 +89,8 @@ def _overhead(spans: list[Span], rows: list[Mapping[str, object]]) -> float:
 
 
 def _waits(spans: list[Span]) -> dict[int, tuple[float, float]]:
-    result = {}
-    for rank in sorted({span.rank for span in spans}):
-        of = {n: length(merged((s.start, s.end) for s in spans if s.rank == rank and s.name == n)) for n in (WAIT, COMPUTE)}
-        result[rank] = (of[WAIT], of[COMPUTE])
-    return result
+    found = shares(spans)
+    return {share.rank: (share.wait_seconds, share.compute_seconds + share.wait_seconds) for share in found}
 
 
 # ------------------------------------------------------------------------------------------------ in words
@@ -142,9 +138,10 @@ def duration(seconds: float) -> str:
 def is_locked(folder: Path) -> bool:
     """Whether a process of this machine works on a run folder."""
     try:
-        status = (folder / ".lock").stat()
-        mine = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        return any(mine in line.split() for line in Path("/proc/locks").read_text().splitlines())
+        # By inode alone: on layered and copy-on-write file systems the kernel's device is not the one that stat() tells.
+        mine = f":{(folder / '.lock').stat().st_ino}"
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return any("FLOCK" in words and any(word.endswith(mine) for word in words) for words in locks)
     except OSError:
         return False
 
@@ -154,13 +151,18 @@ def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> 
     if not every_seconds > 0:
         raise ValueError(f"--every={every_seconds:g}: must be positive")
     shown = 0
+    spans: list[Span] = []
+    sizes: list[int] = []
     while True:
         run = read_parts(folder)
         age = row_age(folder)
         if (folder / "summary.json").exists():
             _replace(out, shown, [_ended(folder)])
             return 0
-        now = snapshot(run, read_spans(folder), age)
+        # Spans are many, and written once an epoch.
+        before, sizes = sizes, [file.stat().st_size for file in sorted(folder.glob("spans/*.jsonl"))]
+        spans = spans if sizes == before else read_spans(folder)
+        now = snapshot(run, spans, age)
         if not is_locked(folder) and age > (0 if once else _QUIET_SECONDS):
             _replace(out, shown, [_stopped(now, age)])
             return EXIT_STOPPED
