@@ -180,8 +180,9 @@ def test_emulated_runs_are_labelled_and_not_measured_against_real_ones(tmp_path:
     simulated = comparison.of("cocod [simulated]")
     assert simulated is not None
     assert simulated.baseline is None
-    assert "cocod slowdown=[1, 2] [emulated]: emulated, slowdown [1, 2]" in comparison.notes
-    assert "cocod [simulated]: simulated, 16 workers" in comparison.notes
+    slow = "cocod slowdown=[1, 2] [emulated], ssgd slowdown=[1, 2] [emulated]"
+    assert f"emulated (slowdown [1, 2]): {slow}" in comparison.notes
+    assert "simulated (16 workers): cocod [simulated]" in comparison.notes
 
 
 def test_an_unfinished_run_stands_alone(tmp_path: Path) -> None:

@@ -244,11 +244,12 @@ def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
 
 
 def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
-    notes = [
-        f"{group.label}: {group.first.clock}{f', {group.first.emulated}' if group.first.emulated else ''}"
-        for group in groups
-        if group.first.clock != "real"
-    ]
+    by_clock: dict[str, list[str]] = {}
+    for group in groups:
+        run = group.first
+        if run.clock != "real":
+            by_clock.setdefault(f"{run.clock}{f' ({run.emulated})' if run.emulated else ''}", []).append(group.label)
+    notes = [f"{clock}: {', '.join(named)}" for clock, named in by_clock.items()]
     for group in groups:
         if not group.first.is_finished:
             epoch = group.first.evaluations[-1].get("epoch", "?")
