@@ -474,6 +474,12 @@ def test_records_of_a_log_are_read_whole_over_blocks(sizes: list[int]) -> None:
     assert list(records(torn)) == payloads, "a killed run ends in the middle of a record"
 
 
+@pytest.mark.parametrize("left", range(10))
+def test_what_is_left_of_a_block_may_be_too_little_for_a_fragment(left: int) -> None:
+    payloads = [b"a" * (32768 - 7 - 7 - left), b"b" * 20]  # behind the header of the file, and its own
+    assert list(records(leveldb(payloads))) == payloads
+
+
 def wandb_file(path: Path, run_id: str, steps: list[int], config: dict[str, object], summary: dict[str, object]) -> None:
     """What wandb leaves of a run that evaluated at these steps; its own protobuf classes, our frames."""
     from wandb.proto import wandb_internal_pb2
