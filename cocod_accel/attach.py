@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.attempts import AttemptCounter
+from cocod_accel.attempts import AttemptCounter, is_stepped_by_scaler
 from cocod_accel.averaging import Replica, Traffic, Weights, Wishes, check_weight
 from cocod_accel.checks import (
     ATTACHED,
@@ -359,6 +359,7 @@ class _Watcher:
         self._sync = sync
         self._method = sync._method
         self._ddp, self._engine, self._router = sync._subject.ddp, sync._subject.engine, sync._subject.router
+        self._refusal = sync._method.refuses_scaler
 
     def attempted(self) -> None:
         sync = self._sync
@@ -371,6 +372,9 @@ class _Watcher:
     def step_begins(self) -> None:
         if self._sync._is_averaged:
             raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+        if self._refusal and is_stepped_by_scaler():
+            raise RuntimeError(self._refusal)
+        self._refusal = ""  # looked at once: a first step is never skipped, because its delayed gradients are zero
         if isinstance(self._router, EngineRouter):
             self._router.before_step(self._method, self._sync._subject.trainable, self._sync.num_workers)
 

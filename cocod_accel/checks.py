@@ -60,6 +60,9 @@ class Subject:
         if engine is not None:
             check_engine(engine, algorithm)
         optimizers = torch_optimizers(optimizer)
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        if algorithm.refuses_scaler and any(getattr(item, "scaler", None) is not None for item in given):
+            raise ValueError(algorithm.refuses_scaler)
         if ddp is None and engine is None and default_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from cocod_accel.attach import attach
 from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
 from cocod_accel.comm import bytes_of
-from cocod_accel.config import Config, save_config
+from cocod_accel.config import Config, ConfigError, save_config
 from cocod_accel.faults import Watch
 from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.pace import Pace, relative_speeds
@@ -88,7 +88,10 @@ class Trainer:
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(config, model))
         # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
         self.model.broadcast_buffers = False
-        self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=self.work.plan.weights[self.rank])
+        try:
+            self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=self.work.plan.weights[self.rank])
+        except (TypeError, ValueError) as error:  # on all workers
+            raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
         if config.link is not None:
             self.sync.emulate_link(config.link)
         self.pace = Pace(
@@ -186,14 +189,13 @@ class Trainer:
             inputs, labels = next(supply)
             self._set_learning_rate(epoch + index / steps)
             self.optimizer.zero_grad()
-            with self.accelerator.autocast():
-                loss = nn.functional.cross_entropy(self.model(inputs), labels)
-            self.accelerator.backward(loss)
+            loss = self._loss(inputs, labels)
             self._unchecked.append(loss.detach())
             self.at.step += 1
             self.at.index += 1
             self.at.samples += len(labels)
             self.at.all_samples += len(labels) * all_per_own
+            self.accelerator.backward(loss)  # under DeepSpeed the optimizer steps in here
             self.optimizer.step()
             self.losses += loss.detach()
             stretched = self.pace.end(self.sync.exposed_seconds)
@@ -212,6 +214,11 @@ class Trainer:
                     break
         self._check_losses()
         self.clock.stop()
+
+    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        with self.accelerator.autocast():
+            # An engine's own autocast ends with its forward: the loss is formed in float32 all the same.
+            return nn.functional.cross_entropy(self.model(inputs).float(), labels)
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """What is left of this worker's batches in an epoch."""
@@ -310,15 +317,13 @@ class Trainer:
         depends on the layout. Algorithms that send whole models do not care.
         """
         is_later = resumed.is_exact and resumed.position["step"] > 0
-        return is_later and self.work.algorithm.reduces_gradients and self.accelerator.num_processes > 2
+        uses_buckets = self.work.algorithm.reduces_gradients and self.sync.subject.ddp is not None
+        return is_later and uses_buckets and self.accelerator.num_processes > 2
 
     def _warm_up(self) -> None:
         """A first backward, for its side effect on DDP; whatever else it changes is loaded once more afterwards."""
         self.model.train()
-        inputs, labels = next(self._batches(0))
-        with self.accelerator.autocast():
-            loss = nn.functional.cross_entropy(self.model(inputs), labels)
-        self.accelerator.backward(loss)
+        self.accelerator.backward(self._loss(*next(self._batches(0))))
         self.optimizer.zero_grad()
 
     def _go_on_otherwise(self) -> None:
@@ -443,7 +448,7 @@ class Trainer:
                     self.task.test, indices, self.config.evaluation.batch_size, self.accelerator.device
                 ):
                     # The module itself: workers may have different numbers of batches, which DDP need not know.
-                    with self.accelerator.autocast():
+                    with torch.autocast(self.accelerator.device.type, torch.bfloat16, self.config.precision == "bf16"):
                         outputs = self.accelerator.unwrap_model(self.model)(inputs)
                     sums[0] += (outputs.argmax(1) == labels).sum().item()
                     sums[1] += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()

@@ -48,6 +48,8 @@ class Algorithm:
     same_period: ClassVar[bool] = True
     #: True: weights must be equal.
     needs_equal_weights: ClassVar[bool] = False
+    #: Why the optimizer may not be stepped by a GradScaler, in words; empty: it may.
+    refuses_scaler: ClassVar[str] = ""
 
     replica: Replica
 

@@ -24,6 +24,9 @@ class PipeSGD(Algorithm):
 
     name: ClassVar[str] = "pipe"
     reduces_gradients: ClassVar[bool] = True
+    refuses_scaler: ClassVar[str] = (
+        "PipeSGD delays gradients by a step, so a GradScaler would divide them by another step's scale; use bf16 autocast"
+    )
 
     _previous: FlatCopy | None  # the mean gradient of the step before, complete when ``_handle`` is; None: zero
     _spare: FlatCopy | None
