@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm, Bucket
+from cocod_accel.comm import Channels
 
 ROUTERS: WeakKeyDictionary[Any, EngineRouter] = WeakKeyDictionary()
 
@@ -70,7 +71,9 @@ class EngineRouter:
     barrier = None
 
     def __init__(self, engine: Any) -> None:
-        self.private_group: Any = None
+        #: Process groups of this model's own, and the node they were opened for.
+        self.channels: Channels | None = None
+        self.channels_of: tuple[tuple[int, ...]] | None = None
         self._engine = engine
         self._was_on = bool(engine.enable_backward_allreduce)
         #: The largest norm of a gradient; 0: any.
@@ -88,9 +91,9 @@ class EngineRouter:
         self._engine._config.gradient_clipping = self.clipping
 
     @torch.no_grad()
-    def before_step(self, method: Algorithm, parameters: list[nn.Parameter], num_workers: int) -> None:
+    def before_step(self, method: Algorithm, parameters: list[nn.Parameter]) -> None:
         """What the optimizer is to see: reduced gradients, then clipped ones."""
-        if method.reduces_gradients and num_workers > 1:
+        if method.reduces_gradients and method.replica.comm.size > 1:
             reduce_gradients(method, parameters)
         if self.clipping > 0:
             torch.nn.utils.clip_grad_norm_(parameters, self.clipping)

@@ -17,6 +17,7 @@ LIBRARY = [
     "comm",
     "flat",
     "averaging",
+    "nodes",
     "algorithms",
     "attempts",
     "engine",
