@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
 from cocod_accel.algorithms import SSGD, Algorithm
 from cocod_accel.attempts import AttemptCounter, is_stepped_by_scaler
@@ -138,6 +139,8 @@ class Sync:
             everyone=channels.everyone,
             node=None if self._mates is None else self._mates.replica,
         )
+        if algorithm.optimizer_state == "average":
+            self._replica.optimizer_tensors = lambda: state_tensors(subject.optimizers)
         self._method = algorithm.bind(self._replica)
         self._clock = RoundClock(algorithm.period)
         self._is_attached = True
@@ -185,6 +188,7 @@ class Sync:
         self._counter.settle()
         self._method.drain()
         self._replica.equalise()
+        self._reset_optimizers()
         self._clock.restart()
 
     def reweight(self, weight: float) -> None:
@@ -383,6 +387,12 @@ class Sync:
 
     # ---- details
 
+    def _reset_optimizers(self) -> None:
+        """The model has been merged: begin anew, if that is the policy."""
+        if self._method.optimizer_state == "reset":
+            for optimizer in self._subject.optimizers:
+                optimizer.state.clear()
+
     def _check_usable(self, call: str) -> None:
         if not self._is_attached:
             raise RuntimeError(f"{call} after detach(); attach again first")
@@ -394,6 +404,18 @@ class Sync:
         if self._subject.router is not None:
             self._subject.router.channels = None
         self.detach()
+
+
+def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Optimizer state of a parameter's shape: momentum, second moments; not step counters."""
+    return [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for _, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.dim() > 0
+    ]
 
 
 def _emulated(comm: Communicator, link: Link) -> Communicator:
@@ -416,6 +438,7 @@ class _Watcher:
                 sync.guard()
             self._method.launch()
             self._method.land()
+            sync._reset_optimizers()
 
     def step_begins(self) -> None:
         if self._sync._is_averaged:

@@ -6,6 +6,7 @@ average it may have in flight; algorithms are written in its verbs: launch, merg
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -196,6 +197,8 @@ class Replica:
         self.everyone = comm if everyone is None else everyone
         self.node = node
         self.weights = weights
+        #: Optimizer state that is averaged by value wherever buffers are, except for evaluation; None: it stays local.
+        self.optimizer_tensors: Callable[[], list[Tensor]] | None = None
         self.traffic = Traffic()
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
@@ -234,7 +237,7 @@ class Replica:
         assert self._in_flight is None, "an average is already in flight"
         if self.comm.size == 1 and (self.node is None or not with_buffers):
             return
-        snapshot, total = self._flat_pair(self._floating_buffers() if with_buffers else [])
+        snapshot, total = self._flat_pair(self._extras() if with_buffers else [])
         for local, scaled in zip(snapshot.segments, total.segments, strict=True):
             torch._foreach_copy_(local.views, local.tensors)
             torch.mul(local.flat, self.weights.factor, out=scaled.flat)
@@ -400,6 +403,27 @@ class Replica:
 
     def _floating_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.buffers() if buffer.is_floating_point()]
+
+    def _extras(self) -> list[Tensor]:
+        return self._floating_buffers() + (self._agreed_optimizer_tensors() if self.optimizer_tensors is not None else [])
+
+    def _agreed_optimizer_tensors(self) -> list[Tensor]:
+        """Optimizer state, after all workers have found that theirs is alike; else it would be mixed up in silence."""
+        assert self.optimizer_tensors is not None
+        tensors = self.optimizer_tensors()
+        if self.everyone.size > 1:
+            shapes = repr([tuple(tensor.shape) for tensor in tensors]).encode()
+            mark = int.from_bytes(hashlib.blake2b(shapes, digest_size=2).digest(), "big") + 1
+            sums = torch.tensor([mark, mark * mark], dtype=torch.float64)
+            sums = sums.to(self.parameters[0].device)
+            self.traffic.wait_for([self.everyone.launch([sums])])
+            first, second = sums.tolist()
+            if self.everyone.size * second != first * first:  # equal only if all marks are
+                raise RuntimeError(
+                    "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
+                    'use optimizer_state="keep"'
+                )
+        return tensors
 
     def _flat_pair(self, extras: list[Tensor]) -> tuple[FlatCopy, FlatCopy]:
         wanted = [*self.parameters, *extras]

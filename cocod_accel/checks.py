@@ -149,6 +149,7 @@ class Report:
     node: tuple[int, ...] = ()
     #: Of an algorithm that takes one per worker.
     own_period: str = ""
+    optimizer_state: str = ""
     has_channels: bool = False
 
     @classmethod
@@ -164,6 +165,7 @@ class Report:
             frozen_digest=_digest(subject.frozen),
             node=subject.node,
             own_period=str(algorithm.period),
+            optimizer_state=algorithm.optimizer_state,
             has_channels=subject.router is not None and subject.router.channels_of == (subject.node,),
         )
 
@@ -190,6 +192,7 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
         for what, fix in (
             ("algorithm", "pass the same algorithm on every worker"),
             ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
+            ("optimizer_state", "pass the same on every worker"),
         ):
             ours, theirs = getattr(first, what), getattr(other, what)
             if ours != theirs:

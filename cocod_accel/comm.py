@@ -320,6 +320,14 @@ def private_group(group: Any, ranks: Sequence[int] | None = None) -> Any:
     return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=len(ranks) < dist.get_world_size())
 
 
+def node_group(size: int) -> Any:
+    """The group of the ``size`` workers next to each other in rank that this worker is among; None if it is alone."""
+    if size == 1 or default_group() is None:
+        return None
+    group, _ = dist.new_subgroups(size, timeout=_timeout_of(dist.group.WORLD))
+    return group
+
+
 def _timeout_of(group: Any) -> timedelta | None:
     """The timeout the user gave ``group``; a new group would take torch's default."""
     for device in ("cuda", "cpu"):

@@ -35,11 +35,13 @@ from typing import Any
 import torch
 from accelerate.accelerator import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from tqdm import tqdm
 
 from cocod_accel.attach import attach
 from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
-from cocod_accel.comm import bytes_of
+from cocod_accel.comm import bytes_of, node_group
 from cocod_accel.config import Config, ConfigError, save_config
 from cocod_accel.faults import Watch
 from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
@@ -85,11 +87,11 @@ class Trainer:
         self.work = Work.of(config, task.num_train, self.rank)
         self.place, self.folder = place, RunFolder(place.path)
         self.trackers = Trackers(accelerator, config, place.path)
-        self.model, self.optimizer = accelerator.prepare(model, build_optimizer(config, model))
-        # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
-        self.model.broadcast_buffers = False
+        inner = node_group(config.cluster.workers_per_replica)
+        self.model, self.optimizer = _wrapped(accelerator, model, build_optimizer(config, model), inner)
+        weight = self.work.plan.weights[self.rank]
         try:
-            self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=self.work.plan.weights[self.rank])
+            self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner)
         except (TypeError, ValueError) as error:  # on all workers
             raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
         if config.link is not None:
@@ -317,8 +319,11 @@ class Trainer:
         depends on the layout. Algorithms that send whole models do not care.
         """
         is_later = resumed.is_exact and resumed.position["step"] > 0
-        uses_buckets = self.work.algorithm.reduces_gradients and self.sync.subject.ddp is not None
-        return is_later and uses_buckets and self.accelerator.num_processes > 2
+        uses_buckets = self.sync.subject.ddp is not None
+        together = self.config.cluster.workers_per_replica
+        if self.work.algorithm.reduces_gradients:
+            together = self.accelerator.num_processes
+        return is_later and uses_buckets and together > 2
 
     def _warm_up(self) -> None:
         """A first backward, for its side effect on DDP; whatever else it changes is loaded once more afterwards."""
@@ -562,6 +567,7 @@ class Trainer:
             "model": config.model.name,
             "seed": config.seed,
             "num_workers": len(rows),
+            "workers_per_replica": config.cluster.workers_per_replica,
             "proportional": config.cluster.proportional,
             "batches": list(self.work.plan.batches),
             "clock": "real" if config.emulated is None else "emulated",
@@ -579,6 +585,20 @@ class Trainer:
             "samples_per_second": samples / seconds,
             "model_digest": digest,
         }
+
+
+def _wrapped(accelerator: Accelerator, model: Any, optimizer: Optimizer, inner: Any) -> tuple[Any, Any]:
+    """Model and optimizer as accelerate prepares them; DDP for the workers of a node, where they share one."""
+    if inner is None or accelerator.state.deepspeed_plugin is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model = accelerator.prepare_model(model, evaluation_mode=True)  # on its device and in its precision, not wrapped
+        devices = [accelerator.device] if accelerator.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, process_group=inner)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
+    model.broadcast_buffers = False
+    return model, optimizer
 
 
 def export(model: nn.Module, path: Path) -> None:

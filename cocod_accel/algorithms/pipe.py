@@ -24,6 +24,7 @@ class PipeSGD(Algorithm):
 
     name: ClassVar[str] = "pipe"
     reduces_gradients: ClassVar[bool] = True
+    optimizer_policies: ClassVar[tuple[str, ...]] = ("keep",)
     refuses_scaler: ClassVar[str] = (
         "PipeSGD delays gradients by a step, so a GradScaler would divide them by another step's scale; use bf16 autocast"
     )
