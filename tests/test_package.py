@@ -31,6 +31,7 @@ LIBRARY = [
     "packing",
     "merging",
     "checkpoint",
+    "hf",
 ]
 TRAINER = [
     "schedule", "tables", "config", "runtime", "tasks", "calibration",
