@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
-from cocod_accel.algorithms import Algorithm
-from cocod_accel.attempts import AttemptCounter
-from cocod_accel.averaging import Replica, Traffic, Weights, Wishes, check_weight
+from cocod_accel.algorithms import SSGD, Algorithm
+from cocod_accel.attempts import AttemptCounter, is_stepped_by_scaler
+from cocod_accel.averaging import Replica, Traffic, Wishes, check_weight
 from cocod_accel.checks import (
     ATTACHED,
     Report,
@@ -30,19 +31,20 @@ from cocod_accel.checks import (
     raise_problems,
 )
 from cocod_accel.comm import (
+    Channels,
     Communicator,
     EmulatedLink,
     Link,
-    SoloComm,
-    TorchComm,
+    TwoLevelComm,
+    default_group,
     exchange_reports,
-    private_group,
 )
 from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.engine import EngineRouter
+from cocod_accel.nodes import Nodes
 from cocod_accel.rounds import RoundClock
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "drift", "traffic")
 
 
@@ -52,6 +54,7 @@ def attach(
     algorithm: Algorithm,
     *,
     weight: float = 1,
+    inner: Any = None,
 ) -> Sync:
     """Train ``model`` with ``algorithm`` in a loop that stays as it is.
 
@@ -61,31 +64,34 @@ def attach(
         optimizer: the optimizer that trains it, bare or prepared; or a list of them.
         algorithm: e.g. ``CoCoDSGD(period=5)``. The same on every worker.
         weight: this worker's batch size M_i; the mean model is sum_j M_j x_j / sum_j M_j.
+        inner: the process group of the workers on this worker's node. They sum their gradients in every step, and the
+            algorithm runs between nodes. Groups must be of equal size.
 
     Every worker must call this at the same point. What is wrong on one worker is raised on all of them.
     """
     problem: Exception | None = None
     subject: Subject | None = None
     try:
-        subject = Subject.examine(model, optimizer, algorithm, weight)
+        subject = Subject.examine(model, optimizer, algorithm, weight, inner)
     except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
         problem = error
-    group = subject.group if subject is not None else group_of(model)
+    apparent = group_of(model) if inner is None else default_group()
+    group = apparent if subject is None else subject.group
     reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group)
     raise_problems(reports, problem)
     assert subject is not None
     check_agreement(reports, algorithm)
 
     rank = 0 if group is None else torch.distributed.get_rank(group)
-    comm: Communicator = SoloComm()
+    nodes = Nodes.of([report.node for report in reports], rank)
+    channels = Channels.alone()
     if len(reports) > 1:
-        assert subject.router is not None
-        if not all(report.has_private_group for report in reports):
-            subject.router.private_group = private_group(group)
-        comm = TorchComm(subject.router.private_group)
-    weights = Weights(tuple(report.weight for report in reports), rank)
-    equal = len({report.trainable_digest for report in reports}) == 1
-    return Sync(subject, algorithm, comm, weights, equal)
+        router = subject.router
+        assert router is not None
+        if router.channels is None or not all(report.has_channels for report in reports):
+            router.channels, router.channels_of = Channels.open(group, nodes.mates, nodes.peers), (subject.node,)
+        channels = router.channels
+    return Sync(subject, algorithm, channels, nodes, reports)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class Stats:
 
     #: Rounds that have ended.
     rounds: int
-    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload.
+    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload. Where workers share nodes:
+    #: what it has sent to other nodes, N being the number of nodes and the payload this worker's share of the model.
     bytes: int
     #: Seconds the main thread was blocked by communication.
     exposed_seconds: float
@@ -113,21 +120,47 @@ class Stats:
 class Sync:
     """What :func:`attach` returns. As a context manager it finishes on a clean exit and detaches on any."""
 
-    def __init__(self, subject: Subject, algorithm: Algorithm, comm: Communicator, weights: Weights, equal: bool) -> None:
+    def __init__(
+        self, subject: Subject, algorithm: Algorithm, channels: Channels, nodes: Nodes, reports: Sequence[Report]
+    ) -> None:
         self._subject = subject
-        self._replica = Replica(subject.trainable, subject.buffers, comm, weights)
+        self._nodes = nodes
+        self._weights = [report.weight for report in reports]
+        #: What sums the gradients inside this worker's node; None: every worker is a node.
+        self._mates: SSGD | None = None
+        if channels.inside is not None:
+            inside = Replica(subject.trainable, subject.buffers, channels.inside, nodes.inside(self._weights))
+            self._mates = SSGD().bind(inside)
+        self._replica = Replica(
+            subject.trainable,
+            subject.buffers,
+            channels.between,
+            nodes.between(self._weights),
+            everyone=channels.everyone,
+            node=None if self._mates is None else self._mates.replica,
+        )
+        if algorithm.optimizer_state == "average":
+            self._replica.optimizer_tensors = lambda: state_tensors(subject.optimizers)
         self._method = algorithm.bind(self._replica)
         self._clock = RoundClock(algorithm.period)
         self._is_attached = True
         self._is_averaged = False
         self._phase: LocalPhase | None = None
         if subject.router is not None:
-            subject.router.take(self._method)
+            subject.router.take(self.reducer)
             if subject.ddp is not None and not algorithm.reduces_gradients:
-                self._phase = LocalPhase(subject.ddp, bypass=subject.model is subject.ddp)
+                bypass = subject.model is subject.ddp
+                self._phase = LocalPhase(subject.ddp, bypass=bypass, keep_gradients=self._mates is not None)
         self._counter = AttemptCounter(subject.model, subject.optimizers, _Watcher(self), self._method.poll)
         ATTACHED.add(subject.module)
-        self._method.start(equal)
+        if self._mates is not None:
+            self._mates.start(equal=len({reports[rank].trainable_digest for rank in nodes.mates}) == 1)
+        self._method.start(equal=len({report.trainable_digest for report in reports}) == 1)
+
+    @property
+    def reducer(self) -> Algorithm:
+        """What is done with gradients."""
+        return self._method if self._mates is None else self._mates
 
     # ---- what a loop calls
 
@@ -155,6 +188,7 @@ class Sync:
         self._counter.settle()
         self._method.drain()
         self._replica.equalise()
+        self._reset_optimizers()
         self._clock.restart()
 
     def reweight(self, weight: float) -> None:
@@ -169,19 +203,18 @@ class Sync:
             problem = error
         reports = exchange_reports(Report(error=described(problem), weight=value), self._subject.group)
         raise_problems(reports, problem)
-        weights = Weights(tuple(report.weight for report in reports), self._replica.comm.rank)
-        check_weights(self._method, weights)
+        weights = [report.weight for report in reports]
+        check_weights(self._method, self._nodes, weights)
         self.finish()
-        self._replica.weights = weights
+        self.restore_weights(weights)
 
     def stats(self) -> Stats:
         """Counters since attach (or since the run that was resumed began). ``averaged()`` is not counted."""
-        traffic = self._replica.traffic
         return Stats(
             rounds=self._clock.rounds,
-            bytes=traffic.num_bytes,
-            exposed_seconds=traffic.exposed_seconds,
-            hidden_seconds=traffic.hidden_seconds,
+            bytes=self._replica.traffic.num_bytes,
+            exposed_seconds=self.exposed_seconds,
+            hidden_seconds=sum(traffic.hidden_seconds for traffic in self._traffics),
             drift=self._replica.drift,
         )
 
@@ -197,7 +230,7 @@ class Sync:
             "round_start": self._clock.start,
             "in_flight": self._method.state(),
             "drift": self._replica.drift_state(),
-            "traffic": self._replica.traffic.counters(),
+            "traffic": [traffic.counters() for traffic in self._traffics],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -215,7 +248,10 @@ class Sync:
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
         self._replica.load_drift_state(state["drift"])
-        self._replica.traffic = Traffic(**state["traffic"], spans=self._replica.traffic.spans)
+        # Saved with other nodes: what was sent inside them is forgotten, or begins at zero.
+        for traffic, counters in zip(self._traffics, state["traffic"], strict=False):
+            for name, value in counters.items():
+                setattr(traffic, name, value)
         self._counter.forget()
 
     def detach(self) -> None:
@@ -254,16 +290,16 @@ class Sync:
 
     @property
     def rank(self) -> int:
-        return self._replica.comm.rank
+        return self._nodes.rank
 
     @property
     def num_workers(self) -> int:
-        return self._replica.comm.size
+        return len(self._weights)
 
     @property
     def weight(self) -> float:
         """This worker's M_i."""
-        return self._replica.weights.values[self._replica.weights.rank]
+        return self._weights[self.rank]
 
     @property
     def algorithm(self) -> str:
@@ -308,7 +344,10 @@ class Sync:
 
     def restore_weights(self, weights: Sequence[float]) -> None:
         """The weights that were in force when a state was saved; every worker passes the same ones. Nothing is finished."""
-        self._replica.weights = Weights(tuple(float(weight) for weight in weights), self._replica.weights.rank)
+        self._weights = [float(weight) for weight in weights]
+        self._replica.weights = self._nodes.between(self._weights)
+        if self._mates is not None:
+            self._mates.replica.weights = self._nodes.inside(self._weights)
 
     def start_at(self, attempts: int) -> None:
         """Begin a round here, as if this many steps had been attempted."""
@@ -318,26 +357,41 @@ class Sync:
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``; every worker calls this at the same point."""
         comm = self._replica.comm
-        self._replica.comm = EmulatedLink(comm.inner if isinstance(comm, EmulatedLink) else comm, link)
+        if isinstance(comm, TwoLevelComm):  # a node's own links are as fast as they are
+            comm.outer = _emulated(comm.outer, link)
+        else:
+            self._replica.comm = _emulated(comm, link)
 
     @property
     def exposed_seconds(self) -> float:
         """What :meth:`stats` says of it, without looking at the device."""
-        return self._replica.traffic.exposed_seconds
+        return sum(traffic.exposed_seconds for traffic in self._traffics)
 
     def record_spans(self) -> None:
         """From now on keep when communication happened, for :meth:`take_spans`."""
-        self._replica.traffic.spans = []
+        for traffic in self._traffics:
+            traffic.spans = []
 
     def take_spans(self) -> list[tuple[str, float, float]]:
         """(name, start, end) in ``time.perf_counter`` seconds since the last call: "communicate" and "wait"."""
-        spans = self._replica.traffic.spans
-        if spans is None:
-            return []
-        self._replica.traffic.spans = []
-        return spans
+        taken: list[tuple[str, float, float]] = []
+        for traffic in self._traffics:
+            if traffic.spans is not None:
+                taken, traffic.spans = taken + traffic.spans, []
+        return taken
+
+    @property
+    def _traffics(self) -> list[Traffic]:
+        """Between nodes, and inside this one."""
+        return [replica.traffic for replica in (self._replica, self._replica.node) if replica is not None]
 
     # ---- details
+
+    def _reset_optimizers(self) -> None:
+        """The model has been merged: begin anew, if that is the policy."""
+        if self._method.optimizer_state == "reset":
+            for optimizer in self._subject.optimizers:
+                optimizer.state.clear()
 
     def _check_usable(self, call: str) -> None:
         if not self._is_attached:
@@ -348,8 +402,24 @@ class Sync:
     def _abandon(self) -> None:
         # Other workers may be anywhere: nothing may wait for them, and what is in flight stays behind on its group.
         if self._subject.router is not None:
-            self._subject.router.private_group = None
+            self._subject.router.channels = None
         self.detach()
+
+
+def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Optimizer state of a parameter's shape: momentum, second moments; not step counters."""
+    return [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for _, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.dim() > 0
+    ]
+
+
+def _emulated(comm: Communicator, link: Link) -> Communicator:
+    return EmulatedLink(comm.inner if isinstance(comm, EmulatedLink) else comm, link)
 
 
 class _Watcher:
@@ -357,8 +427,9 @@ class _Watcher:
 
     def __init__(self, sync: Sync) -> None:
         self._sync = sync
-        self._method = sync._method
+        self._method, self._reducer = sync._method, sync.reducer
         self._ddp, self._engine, self._router = sync._subject.ddp, sync._subject.engine, sync._subject.router
+        self._refusal = sync._method.refuses_scaler
 
     def attempted(self) -> None:
         sync = self._sync
@@ -367,12 +438,16 @@ class _Watcher:
                 sync.guard()
             self._method.launch()
             self._method.land()
+            sync._reset_optimizers()
 
     def step_begins(self) -> None:
         if self._sync._is_averaged:
             raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+        if self._refusal and is_stepped_by_scaler():
+            raise RuntimeError(self._refusal)
+        self._refusal = ""  # looked at once: a first step is never skipped, because its delayed gradients are zero
         if isinstance(self._router, EngineRouter):
-            self._router.before_step(self._method, self._sync._subject.trainable, self._sync.num_workers)
+            self._router.before_step(self._reducer, self._sync._subject.trainable)
 
     def backward_begins(self, standing: bool) -> None:
         self._method.backward_begins(standing, bare=self._is_bare)

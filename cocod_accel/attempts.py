@@ -12,12 +12,15 @@ Gradients that merely accumulate over several backwards are one attempt: they ar
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
@@ -55,6 +58,19 @@ class Watcher(Protocol):
 
     def accumulates(self) -> bool:
         """Whether the loop has said (with ``no_sync``) that more backwards will follow before a step."""
+
+
+def is_stepped_by_scaler() -> bool:
+    """Whether an optimizer's step hook that asks this runs inside ``GradScaler.step``.
+
+    Nothing else tells: a scaler is an object of the loop, which optimizers and models never see.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), GradScaler):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Hook(functools.partial[None]):

@@ -6,6 +6,7 @@ average it may have in flight; algorithms are written in its verbs: launch, merg
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from cocod_accel.comm import Communicator, EmulatedLink, Handle, exposed_and_hidden, ring_bytes
+from cocod_accel.comm import Communicator, Handle, exposed_and_hidden
 from cocod_accel.flat import FlatCopy
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -167,6 +168,7 @@ class _InFlight:
     handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t
     drift: _Drift = field(default_factory=_Drift)  # of the landed average
     ballot: Tensor | None = None  # becomes the number of workers that ask to stop, and to save
+    ballot_handle: Handle | None = None  # where the ballot does not travel with the models
 
 
 class Replica:
@@ -174,6 +176,9 @@ class Replica:
 
     ``buffers`` is asked anew at every use, because a module may rebind a buffer instead of writing into it.
     With one worker nothing is ever in flight, so every verb leaves the model as it is, bit for bit.
+
+    ``everyone`` is who a question goes to, ``comm`` unless workers share nodes. ``node`` is then the same worker among those
+    of its node: their parameters are equal, because they sum their gradients, but their buffers are not.
     """
 
     def __init__(
@@ -182,11 +187,18 @@ class Replica:
         buffers: Callable[[], list[Tensor]],
         comm: Communicator,
         weights: Weights,
+        *,
+        everyone: Communicator | None = None,
+        node: Replica | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.buffers = buffers
         self.comm = comm
+        self.everyone = comm if everyone is None else everyone
+        self.node = node
         self.weights = weights
+        #: Optimizer state that is averaged by value wherever buffers are, except for evaluation; None: it stays local.
+        self.optimizer_tensors: Callable[[], list[Tensor]] | None = None
         self.traffic = Traffic()
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
@@ -223,15 +235,21 @@ class Replica:
     def launch(self, *, with_buffers: bool = False) -> None:
         """Keep x_t and start the sum of M_i x_t in the background."""
         assert self._in_flight is None, "an average is already in flight"
-        if self.comm.size == 1:
+        if self.comm.size == 1 and (self.node is None or not with_buffers):
             return
-        snapshot, total = self._flat_pair(self._floating_buffers() if with_buffers else [])
+        snapshot, total = self._flat_pair(self._extras() if with_buffers else [])
         for local, scaled in zip(snapshot.segments, total.segments, strict=True):
             torch._foreach_copy_(local.views, local.tensors)
             torch.mul(local.flat, self.weights.factor, out=scaled.flat)
-        ballot = self._ballot(total.buffers[0].device)
-        handle = self.comm.launch(total.buffers if ballot is None else [*total.buffers, ballot])
-        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot)
+        if self.node is not None:
+            self.node.average_([segment.flat for segment in total.segments if segment.is_extra])
+        ballot, ballot_handle = self._ballot(total.buffers[0].device), None
+        if (
+            ballot is not None and self.node is not None
+        ):  # mates send different shares of the models, and have wishes of their own
+            ballot_handle = self.everyone.launch([ballot])
+        together = total.buffers if ballot is None or ballot_handle is not None else [*total.buffers, ballot]
+        self._in_flight = _InFlight(snapshot, total, self.comm.launch(together), ballot=ballot, ballot_handle=ballot_handle)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -297,10 +315,12 @@ class Replica:
             kept_others = [buffer.clone() for buffer in others]
             local = FlatCopy(self.parameters, floating)
             local.load()
-            if self.comm.size > 1:
+            if self.comm.size > 1 or self.node is not None:
                 mean = FlatCopy(self.parameters, floating)
                 for source, scaled in zip(local.buffers, mean.buffers, strict=True):
                     torch.mul(source, self.weights.factor, out=scaled)
+                if self.node is not None:
+                    self.node.average_([segment.flat for segment in mean.segments if segment.is_extra])
                 # Not counted in the traffic: this is evaluation, and training time is what the counters explain.
                 self.comm.launch(mean.buffers).wait()
                 for buffer in mean.buffers:
@@ -314,6 +334,15 @@ class Replica:
                 local.store()
                 for buffer, kept in zip(others, kept_others, strict=True):
                     buffer.copy_(kept)
+
+    def average_(self, flats: Sequence[Tensor]) -> None:
+        """Every flat tensor <- its weighted mean over all workers, blocking."""
+        if flats:
+            for flat in flats:
+                flat.mul_(self.weights.factor)
+            self.comm.launch(flats).wait()
+            for flat in flats:
+                mean_(flat, self.weights.total)
 
     def poll(self) -> None:
         """Note in passing whether the average in flight has arrived."""
@@ -344,20 +373,19 @@ class Replica:
         """Ask all workers now, blocking; for algorithms whose rounds send no models."""
         ballot = self._ballot(self.parameters[0].device if self.parameters else torch.device("cpu"))
         if ballot is not None:
-            if self.comm.size > 1:
+            if self.everyone.size > 1:
                 # A question is no payload: never slowed down, and no bytes; but the time it blocks is counted.
-                comm = self.comm.inner if isinstance(self.comm, EmulatedLink) else self.comm
-                self.traffic.wait_for([comm.launch([ballot])])
+                self.traffic.wait_for([self.everyone.launch([ballot])])
             self._count(ballot)
 
     # ---- details
 
     def _count_bytes(self, flight: _InFlight) -> None:
         """When an average is taken in, not when it arrives: a state saved in between must not change a count."""
-        self.traffic.num_bytes += ring_bytes(flight.total.buffers, self.comm.size)
+        self.traffic.num_bytes += self.comm.sent_bytes(flight.total.buffers)
 
     def _arrive(self, flight: _InFlight, handle: Handle) -> None:
-        self.traffic.wait_for([handle])
+        self.traffic.wait_for([handle] if flight.ballot_handle is None else [flight.ballot_handle, handle])
         if flight.ballot is not None:
             self._count(flight.ballot)
 
@@ -375,6 +403,27 @@ class Replica:
 
     def _floating_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.buffers() if buffer.is_floating_point()]
+
+    def _extras(self) -> list[Tensor]:
+        return self._floating_buffers() + (self._agreed_optimizer_tensors() if self.optimizer_tensors is not None else [])
+
+    def _agreed_optimizer_tensors(self) -> list[Tensor]:
+        """Optimizer state, after all workers have found that theirs is alike; else it would be mixed up in silence."""
+        assert self.optimizer_tensors is not None
+        tensors = self.optimizer_tensors()
+        if self.everyone.size > 1:
+            shapes = repr([tuple(tensor.shape) for tensor in tensors]).encode()
+            mark = int.from_bytes(hashlib.blake2b(shapes, digest_size=2).digest(), "big") + 1
+            sums = torch.tensor([mark, mark * mark], dtype=torch.float64)
+            sums = sums.to(self.parameters[0].device)
+            self.traffic.wait_for([self.everyone.launch([sums])])
+            first, second = sums.tolist()
+            if self.everyone.size * second != first * first:  # equal only if all marks are
+                raise RuntimeError(
+                    "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
+                    'use optimizer_state="keep"'
+                )
+        return tensors
 
     def _flat_pair(self, extras: list[Tensor]) -> tuple[FlatCopy, FlatCopy]:
         wanted = [*self.parameters, *extras]

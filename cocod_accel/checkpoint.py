@@ -108,15 +108,15 @@ class Checkpoints:
                     self._accelerator.save_state(str(temporary))
             else:
                 self._save_hook([], [], str(temporary))
-            return {"weight": self._sync.weight, **_described(temporary / _worker_file(self._rank))}
+            return {"weight": self._sync.weight, **_described(temporary / worker_file(self._rank))}
 
         def publish(reports: list[dict[str, Any]]) -> None:
             if self._rank != 0:
                 return
-            missing = [rank for rank in range(self._num_workers) if not (temporary / _worker_file(rank)).is_file()]
+            missing = [rank for rank in range(self._num_workers) if not (temporary / worker_file(rank)).is_file()]
             if missing:
                 raise OSError(f"workers {missing} wrote elsewhere; {self.folder} must be shared by all workers")
-            files = {_worker_file(rank): report for rank, report in enumerate(reports)}
+            files = {worker_file(rank): report for rank, report in enumerate(reports)}
             for path in sorted(temporary.iterdir()):
                 if path.name not in files:
                     packing.flush(path)
@@ -163,6 +163,10 @@ class Checkpoints:
         index = self._index_in(models)
         if index is not None and weights:
             del weights[index]  # accelerate would keep worker 0's model only
+        self.write_worker(folder)
+
+    def write_worker(self, folder: str | Path) -> None:
+        """This worker's part of a checkpoint that somebody else puts together. Not collective."""
         module = self._subject.module
         model = dict(module.state_dict())
         tree = {
@@ -179,7 +183,7 @@ class Checkpoints:
             "random": random_state(),
             "position": self._position,
         }
-        packing.write(Path(folder) / _worker_file(self._rank), tree)
+        packing.write(Path(folder) / worker_file(self._rank), tree)
 
     @contextlib.contextmanager
     def _without_custom_objects(self) -> Iterator[None]:
@@ -237,7 +241,7 @@ class Checkpoints:
         """Worker 0 looks at the files that all need, each worker at its own. The saved weights and a position."""
         manifest = read_manifest(path)
         num_workers = len(manifest["weights"])
-        own = {_worker_file(self._rank)} if num_workers == self._num_workers else set(manifest["files"])
+        own = {worker_file(self._rank)} if num_workers == self._num_workers else set(manifest["files"])
         shared = {name for name in manifest["files"] if not name.startswith("worker_")} if self._rank == 0 else set()
         check_files(path, manifest, own | shared)
         if self._rank == 0:
@@ -247,7 +251,7 @@ class Checkpoints:
         saved, attached = manifest["algorithm"], self._sync.algorithm
         if saved != attached:
             raise ValueError(f"was saved with {saved}, attached is {attached}")
-        tree = packing.read(path / _worker_file(self._rank if num_workers == self._num_workers else 0))
+        tree = packing.read(path / worker_file(self._rank if num_workers == self._num_workers else 0))
         _check_model(self._subject.module, tree["model"])
         here = [type(optimizer).__name__ for optimizer in self._subject.optimizers]
         if tree["kinds"] != here:
@@ -272,7 +276,7 @@ class Checkpoints:
                 self._scaler.load_state_dict(self._loaded["scaler"])
             set_random_state(self._loaded["random"])
             return Resumed(path, self._loaded["position"], True, len(weights))
-        tree = merged([path / _worker_file(rank) for rank in range(len(weights))], weights)
+        tree = merged([path / worker_file(rank) for rank in range(len(weights))], weights)
         self._custom_objects = list(getattr(self._accelerator, "_custom_objects", []))
         self._load_custom_objects(tree)
         for scheduler, state in zip(getattr(self._accelerator, "_schedulers", []), tree["schedulers"], strict=True):
@@ -291,7 +295,11 @@ class Checkpoints:
         index = self._index_in(models)
         if index is not None:
             del models[index]
-        tree = packing.read(Path(folder) / _worker_file(self._rank))
+        self.read_worker(folder)
+
+    def read_worker(self, folder: str | Path) -> None:
+        """What :meth:`write_worker` wrote; random numbers are left to the caller. Not collective."""
+        tree = packing.read(Path(folder) / worker_file(self._rank))
         self._load_model(tree)
         prepared = [wrapper.optimizer for wrapper in getattr(self._accelerator, "_optimizers", [])]
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
@@ -353,7 +361,8 @@ def check_files(path: Path, manifest: dict[str, Any], names: set[str]) -> None:
             raise ValueError(f"{name} has been changed since it was written")
 
 
-def _worker_file(rank: int) -> str:
+def worker_file(rank: int | str) -> str:
+    """Its name in a checkpoint."""
     return f"worker_{rank}.safetensors"
 
 

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from cocod_accel import engine as engines
 from cocod_accel.algorithms import Algorithm, PipeSGD
-from cocod_accel.averaging import Weights, check_weight
+from cocod_accel.averaging import check_weight
 from cocod_accel.comm import bytes_of, default_group
 from cocod_accel.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 from cocod_accel.engine import EngineRouter, check_engine, is_engine
+from cocod_accel.nodes import Nodes
 
 #: Modules that an algorithm is attached to now.
 ATTACHED: WeakSet[nn.Module] = WeakSet()
@@ -44,9 +45,11 @@ class Subject:
     frozen: list[nn.Parameter]
     buffer_shapes: dict[str, torch.Size]
     signature: str
+    #: The ranks of this worker's node; (): it has said nothing of nodes.
+    node: tuple[int, ...] = ()
 
     @classmethod
-    def examine(cls, model: nn.Module, optimizer: Any, algorithm: Algorithm, weight: object) -> Subject:
+    def examine(cls, model: nn.Module, optimizer: Any, algorithm: Algorithm, weight: object, inner: Any = None) -> Subject:
         if not isinstance(algorithm, Algorithm):
             hint = f"pass {algorithm.__name__}(...)" if isinstance(algorithm, type) else "pass e.g. CoCoDSGD(period=5)"
             raise TypeError(f"algorithm={algorithm!r} is not an algorithm; {hint}")
@@ -60,6 +63,9 @@ class Subject:
         if engine is not None:
             check_engine(engine, algorithm)
         optimizers = torch_optimizers(optimizer)
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        if algorithm.refuses_scaler and any(getattr(item, "scaler", None) is not None for item in given):
+            raise ValueError(algorithm.refuses_scaler)
         if ddp is None and engine is None and default_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
@@ -67,6 +73,7 @@ class Subject:
             )
         if ddp is not None and ddp.mixed_precision is not None:
             raise ValueError("DDP(mixed_precision=...) keeps a second set of parameters; use torch.autocast instead")
+        node = () if inner is None else _node_of(inner, algorithm, ddp)
         if isinstance(algorithm, PipeSGD):
             _check_pipe(module, ddp)
         if algorithm.reduces_gradients and ddp is not None and ddp in ROUTERS and ROUTERS[ddp].barrier is not None:
@@ -93,12 +100,13 @@ class Subject:
             frozen=[parameter for parameter in kept.values() if not parameter.requires_grad],
             buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers() if name not in ignored},
             signature=_signature(module, kept),
+            node=node,
         )
 
     @property
     def group(self) -> Any:
         """The workers this model is trained by; None if there is one."""
-        if self.engine is not None:
+        if self.engine is not None or self.node:
             return default_group()
         if self.ddp is None or dist.get_world_size(self.ddp.process_group) == 1:
             return None
@@ -138,7 +146,11 @@ class Report:
     signature: str = ""
     trainable_digest: str = ""
     frozen_digest: str = ""
-    has_private_group: bool = False
+    node: tuple[int, ...] = ()
+    #: Of an algorithm that takes one per worker.
+    own_period: str = ""
+    optimizer_state: str = ""
+    has_channels: bool = False
 
     @classmethod
     def of(cls, subject: Subject | None, algorithm: Algorithm, weight: Any, problem: Exception | None) -> Report:
@@ -151,7 +163,10 @@ class Report:
             signature=subject.signature,
             trainable_digest=_digest(subject.trainable),
             frozen_digest=_digest(subject.frozen),
-            has_private_group=subject.router is not None and subject.router.private_group is not None,
+            node=subject.node,
+            own_period=str(algorithm.period),
+            optimizer_state=algorithm.optimizer_state,
+            has_channels=subject.router is not None and subject.router.channels_of == (subject.node,),
         )
 
 
@@ -177,6 +192,7 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
         for what, fix in (
             ("algorithm", "pass the same algorithm on every worker"),
             ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
+            ("optimizer_state", "pass the same on every worker"),
         ):
             ours, theirs = getattr(first, what), getattr(other, what)
             if ours != theirs:
@@ -191,15 +207,51 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
                 f"workers differ in frozen parameters, which are never sent: rank {rank} has other values than rank 0; "
                 "load the same weights on every worker"
             )
-    check_weights(algorithm, Weights(tuple(report.weight for report in reports)))
+    nodes = Nodes.of([report.node for report in reports], rank=0)
+    for mates in nodes.members:
+        periods = {reports[rank].own_period for rank in mates}
+        if len(periods) > 1:
+            raise ValueError(f"the workers of ranks {list(mates)} share a node but differ in period; pass the same one")
+    check_weights(algorithm, nodes, [report.weight for report in reports])
 
 
-def check_weights(algorithm: Algorithm, weights: Weights) -> None:
-    if algorithm.needs_equal_weights and not weights.equal:
+def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float]) -> None:
+    between = nodes.between(weights)
+    if algorithm.needs_equal_weights and not between.equal:
         raise ValueError(
-            f"{type(algorithm).__name__} averages with equal weights, got {list(weights.values)}; "
+            f"{type(algorithm).__name__} averages with equal weights, got {list(between.values)}; "
             "pass the same weight on every worker and a period in proportion to its speed"
         )
+
+
+def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | None) -> tuple[int, ...]:
+    """The ranks of the group that a worker says it shares a node with."""
+    if not isinstance(inner, dist.ProcessGroup):
+        raise TypeError(f"inner={inner!r} is not a process group of this worker's; pass what dist.new_subgroups() returned")
+    if algorithm.reduces_gradients:
+        raise ValueError(
+            f"{type(algorithm).__name__} reduces gradients over all workers, so there is nothing to do between nodes; "
+            "leave inner out, or use CoCoDSGD"
+        )
+    ranks = tuple(dist.get_process_group_ranks(inner))
+    if ddp is not None:
+        wrapped = tuple(dist.get_process_group_ranks(ddp.process_group))
+        if wrapped not in (ranks, tuple(range(dist.get_world_size()))):
+            raise ValueError(
+                f"inner has the ranks {list(ranks)}, the model is wrapped for {list(wrapped)}; "
+                "use DistributedDataParallel(model, process_group=inner), or wrap it for all workers"
+            )
+        if ddp.find_unused_parameters and wrapped != ranks:
+            raise ValueError(
+                "find_unused_parameters asks all workers in every step; "
+                "use DistributedDataParallel(model, process_group=inner, find_unused_parameters=True)"
+            )
+        if not algorithm.same_period and wrapped != ranks:
+            raise ValueError(
+                "DDP meets all workers in its second step, where nodes with periods of their own may wait for each other; "
+                "use DistributedDataParallel(model, process_group=inner)"
+            )
+    return ranks
 
 
 def _check_pipe(module: nn.Module, ddp: DistributedDataParallel | None) -> None:

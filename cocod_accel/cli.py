@@ -21,6 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     train = commands.add_parser("train", help="train from YAML files: prints the accelerate launch line and runs it")
     train.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="merged in order, then the overrides")
     train.add_argument("--workers", type=int, help="how many workers; default: cluster.num_workers of the configuration")
+    train.add_argument(
+        "--accelerate-config", type=Path, metavar="FILE", help="another one than this machine's, e.g. one with DeepSpeed"
+    )
     train.add_argument("--max-restarts", type=int, default=0, help="start all workers again if one fails; they resume")
     train.add_argument("--dry-run", action="store_true", help="print the line and check the configuration, run nothing")
     train.set_defaults(run=_train)
@@ -77,7 +80,10 @@ def _train(options: argparse.Namespace) -> int:
     use_gpu = False if config.cluster.device == "cpu" else None
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts={options.max_restarts}: must be at least 0")
-    command = runtime.launch_command(config.cluster.num_workers, arguments, use_gpu, options.max_restarts)
+    given = options.accelerate_config
+    if given is not None and not given.is_file():
+        raise ConfigError(f"--accelerate-config={given}: no such file; see configs/accelerate")
+    command = runtime.launch_command(config.cluster.num_workers, arguments, use_gpu, options.max_restarts, given)
     print(shlex.join(command), flush=True)
     return 0 if options.dry_run else _launch(command)
 

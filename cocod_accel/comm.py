@@ -87,6 +87,10 @@ class Communicator(Protocol):
         """Start summing ``tensors`` in place over all workers, in the background."""
         ...
 
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """What this worker sends for such a sum."""
+        ...
+
 
 class SoloComm:
     """A group of one: every sum is complete at once."""
@@ -96,6 +100,9 @@ class SoloComm:
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         return Handle((), 0)
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        return 0
 
 
 class TorchComm:
@@ -108,7 +115,90 @@ class TorchComm:
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
-        return Handle(works, ring_bytes(tensors, self.size))
+        return Handle(works, self.sent_bytes(tensors))
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        return ring_bytes(tensors, self.size)
+
+
+class TwoLevelComm:
+    """Sums between nodes over a slow link that carries every model once a node.
+
+    The workers of a node hold equal tensors. Each sums only its share of them with its peers on the other nodes; then
+    the node gathers the shares. Rank and size are those of nodes.
+    """
+
+    def __init__(self, outer: Communicator, node: Any) -> None:
+        #: Between this worker and its peers.
+        self.outer = outer
+        self.rank, self.size = outer.rank, outer.size
+        self._node = node
+        self._place, self._num_mates = dist.get_rank(node), dist.get_world_size(node)
+        self._last: _GatheredHandle | None = None
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        inner = self.outer.launch([part for tensor in tensors for part in self._parts(tensor)])
+        self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last)
+        return self._last
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Between nodes. Inside its node the worker sends the rest of every tensor's share to its mates."""
+        return self.outer.sent_bytes([part for tensor in tensors for part in self._parts(tensor)])
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        """What this worker sums: its share, and the few elements that cannot be shared out, which all of them sum."""
+        share = tensor.numel() // self._num_mates
+        left = tensor[share * self._num_mates :]
+        parts = [tensor[share * self._place : share * (self._place + 1)], left]
+        return [part for part in parts if part.numel()]
+
+    def _gather(self, tensors: Sequence[Tensor]) -> list[Any]:
+        works = []
+        for tensor in tensors:
+            share = tensor.numel() // self._num_mates
+            if share:
+                mine = tensor[share * self._place : share * (self._place + 1)]
+                whole = tensor[: share * self._num_mates]
+                works.append(dist.all_gather_into_tensor(whole, mine, group=self._node, async_op=True))
+        return works
+
+
+class _GatheredHandle(Handle):
+    """Complete when a node has gathered its shares, which it begins when this worker's own has been summed."""
+
+    def __init__(self, inner: Handle, gather: Callable[[], list[Any]], before: _GatheredHandle | None) -> None:
+        super().__init__((), inner.num_bytes)
+        self.start_seconds, self._end_seconds = inner.start_seconds, None
+        self._inner, self._gather, self._before = inner, gather, before
+        self._has_begun = False
+
+    def poll(self) -> None:
+        self._inner.poll()
+        # Mates must gather in the same order, whichever sum each of them sees complete first.
+        if self._before is not None and not self._before._has_begun:
+            self._before.poll()
+        if self._inner.is_complete and (self._before is None or self._before._has_begun):
+            self._begin()
+        if self._has_begun:
+            super().poll()
+
+    def wait(self) -> None:
+        self.poll()
+        self._begin_in_order()
+        super().wait()
+
+    def _begin_in_order(self) -> None:
+        if not self._has_begun:
+            if self._before is not None:
+                self._before._begin_in_order()
+            self._inner.wait()
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._works = self._gather()
+            self._before = None  # or every sum of a run would be kept
 
 
 @dataclass(frozen=True)
@@ -142,8 +232,11 @@ class EmulatedLink:
         self.rank, self.size = comm.rank, comm.size
         self._last: _StretchedHandle | None = None
 
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        return self.inner.sent_bytes(tensors)
+
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
-        num_bytes = ring_bytes(tensors, self.size)
+        num_bytes = self.sent_bytes(tensors)
         joined = torch.zeros(self.size, dtype=torch.float64)
         begin = time.perf_counter()
         joined[self.rank] = begin
@@ -195,10 +288,44 @@ class _StretchedHandle(Handle):
         return self._due
 
 
-def private_group(group: Any) -> Any:
-    """A new process group with the members of ``group``; every member must call this."""
-    ranks = dist.get_process_group_ranks(group)
+@dataclass(frozen=True)
+class Channels:
+    """Who a worker communicates with, each on process groups that nobody else uses, so that no other order can mix in."""
+
+    #: Models, between nodes.
+    between: Communicator
+    #: Gradients, inside this node; None: every worker is a node.
+    inside: Communicator | None
+    #: Questions to all workers.
+    everyone: Communicator
+
+    @classmethod
+    def open(cls, group: Any, mates: Sequence[int], peers: Sequence[int]) -> Channels:
+        """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this."""
+        everyone = TorchComm(private_group(group))
+        if len(mates) == 1:
+            return cls(everyone, None, everyone)
+        inside, gathers = (private_group(group, mates) for _ in range(2))
+        outer: Communicator = TorchComm(private_group(group, peers)) if len(peers) > 1 else SoloComm()
+        return cls(TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
+
+    @classmethod
+    def alone(cls) -> Channels:
+        return cls(SoloComm(), None, SoloComm())
+
+
+def private_group(group: Any, ranks: Sequence[int] | None = None) -> Any:
+    """A new process group with the members of ``group``, or with some of them; every one of those must call this."""
+    ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
     return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=len(ranks) < dist.get_world_size())
+
+
+def node_group(size: int) -> Any:
+    """The group of the ``size`` workers next to each other in rank that this worker is among; None if it is alone."""
+    if size == 1 or default_group() is None:
+        return None
+    group, _ = dist.new_subgroups(size, timeout=_timeout_of(dist.group.WORLD))
+    return group
 
 
 def _timeout_of(group: Any) -> timedelta | None:

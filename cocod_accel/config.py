@@ -66,6 +66,8 @@ class AlgorithmConfig:
     name: str = "cocod"
     #: Steps a round: an int, or (first epoch, period) pairs such as [[0, 1], [10, 5]].
     period: Any = 5
+    #: What becomes of momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
+    optimizer_state: str = "keep"
 
 
 @dataclass
@@ -99,6 +101,9 @@ class ClusterConfig:
     speeds: Any = None
     #: How long `measure` takes at least, after its warm-up.
     measure_seconds: float = 8.0
+    #: Workers that share a node, next to each other in rank: they sum their gradients in every step, and the algorithm
+    #: runs between nodes. 1: every worker is on its own.
+    workers_per_replica: int = 1
     #: Give faster workers larger batches and shards (section 3.2 of the paper).
     proportional: bool = False
     #: Keep this sum of batches; null: the slowest worker takes batch_size.
@@ -358,6 +363,7 @@ def validate(config: Config) -> None:
         ("loader_workers", config.loader_workers, 0),
         ("schedule.epochs", schedule.epochs, 1),
         ("cluster.num_workers", cluster.num_workers, 1),
+        ("cluster.workers_per_replica", cluster.workers_per_replica, 1),
         ("cluster.replan_epochs", cluster.replan_epochs, 1),
         ("evaluation.every_epochs", config.evaluation.every_epochs, 1),
         ("evaluation.batch_size", config.evaluation.batch_size, 1),
@@ -405,8 +411,14 @@ def validate(config: Config) -> None:
         near = difflib.get_close_matches(text, choices, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
         _require(text in choices, key, text, f"is not known; {hint}")
+    policies = list(ALGORITHMS[config.algorithm.name].optimizer_policies)
+    rule = f"is not for {config.algorithm.name}; choose from {', '.join(policies)}"
+    _require(
+        config.algorithm.optimizer_state in policies, "algorithm.optimizer_state", config.algorithm.optimizer_state, rule
+    )
     _validate_schedule(config)
     _validate_cluster(config)
+    _validate_nodes(config)
     _validate_emulation(config)
     for index, target in enumerate(config.evaluation.targets):
         _require(0 < target <= 1, f"evaluation.targets[{index}]", target, "must be a share in (0, 1], e.g. 0.85")
@@ -486,6 +498,22 @@ def _validate_cluster(config: Config) -> None:
         cluster.replan_epochs,
         "moves batches between workers, which needs cluster.proportional=true",
     )
+
+
+def _validate_nodes(config: Config) -> None:
+    cluster, name = config.cluster, config.algorithm.name
+    size = cluster.workers_per_replica
+    if size == 1:
+        return
+    key = "cluster.workers_per_replica"
+    _require(cluster.num_workers % size == 0, key, size, f"does not divide cluster.num_workers={cluster.num_workers}")
+    _require(
+        not ALGORITHMS[name].reduces_gradients, key, size, f"is not for {name}, which sums gradients over all workers; use 1"
+    )
+    if not ALGORITHMS[name].same_period:
+        speeds = [] if cluster.speeds == MEASURE else config.speeds
+        uneven = cluster.speeds == MEASURE or any(speed != speeds[i - i % size] for i, speed in enumerate(speeds))
+        _require(not uneven, key, size, f"with {name} needs cluster.speeds that are equal inside every node")
 
 
 def _validate_emulation(config: Config) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
-from cocod_accel.comm import Handle, launch_like_ddp
+from cocod_accel.comm import Channels, Handle, launch_like_ddp
 from cocod_accel.engine import is_engine
 
 ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
@@ -104,7 +104,9 @@ class HookRouter:
     """
 
     def __init__(self, process_group: Any = None) -> None:
-        self.private_group: Any = None
+        #: Process groups of this model's own, and the node they were opened for.
+        self.channels: Channels | None = None
+        self.channels_of: tuple[tuple[int, ...]] | None = None
         self.barrier: Any = None
         self._method: Callable[[], Algorithm | None] = _none
         self._stock = _StockMean(process_group)
@@ -216,7 +218,10 @@ class _Bypass:
 
 
 class LocalPhase:
-    """Switches off everything DDP communicates on its own; :meth:`end` puts it back."""
+    """Switches off everything DDP communicates on its own; :meth:`end` puts it back.
+
+    ``keep_gradients``: not their synchronisation, which a hook then does inside the worker's node.
+    """
 
     _SWITCHES = (
         ("require_backward_grad_sync", 0),  # and not False, which is what no_sync() stores
@@ -225,16 +230,17 @@ class LocalPhase:
         ("_static_graph_delay_allreduce_enqueued", True),
     )
 
-    def __init__(self, ddp: DistributedDataParallel, *, bypass: bool) -> None:
+    def __init__(self, ddp: DistributedDataParallel, *, bypass: bool, keep_gradients: bool = False) -> None:
         self._ddp = ddp
-        self._before = [(name, getattr(ddp, name)) for name, _ in self._SWITCHES if hasattr(ddp, name)]
-        for name, value in self._SWITCHES:
+        switches = self._SWITCHES[1:2] if keep_gradients else self._SWITCHES
+        self._before = [(name, getattr(ddp, name)) for name, _ in switches if hasattr(ddp, name)]
+        for name, value in switches:
             if hasattr(ddp, name):
                 setattr(ddp, name, value)
         # With nothing to communicate, all that DDP's forward still does is to move inputs to its device, where it has one;
         # and its bookkeeping costs as much as all our hooks.
         stock = type(ddp).forward is DistributedDataParallel.forward and "forward" not in vars(ddp)
-        self._bypasses = bypass and stock and not ddp.device_ids and not ddp.static_graph
+        self._bypasses = bypass and stock and not ddp.device_ids and not ddp.static_graph and not keep_gradients
         if self._bypasses:
             ddp.forward = _Bypass(ddp.module)  # type: ignore[method-assign]
 

@@ -6,6 +6,7 @@ optimizer is about to step, once for all accumulated backwards. Known by class n
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm, Bucket
+from cocod_accel.comm import Channels
 
 ROUTERS: WeakKeyDictionary[Any, EngineRouter] = WeakKeyDictionary()
 
@@ -23,17 +25,31 @@ def is_engine(model: object) -> bool:
     return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
 
 
-def check_engine(engine: Any, algorithm: Algorithm) -> None:
-    """Refuse settings under which an engine has no whole model, or communicates on its own."""
-    stage = int(engine.zero_optimization_stage())
+def prepare_for_cpu() -> None:
+    """Let DeepSpeed run on CPUs, without compiling its shared-memory all-reduce for more than a minute: it is not used."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed.ops
+    except ImportError:  # whoever needs it says so
+        return
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def check_settings(stage: int, fp16: bool, bf16: bool) -> None:
+    """Refuse what a DeepSpeed configuration says before an engine is made of it."""
     if stage > 0:
         why = "no worker holds a whole optimizer state, so none can step alone"
         raise ValueError(f'zero_optimization.stage={stage}: {why}; use "stage": 0')
-    for name, is_on in (("fp16.enabled", engine.fp16_enabled()), ("bf16.enabled", engine.bfloat16_enabled())):
+    for name, is_on in (("fp16.enabled", fp16), ("bf16.enabled", bf16)):
         if is_on:
             why = "the engine trains copies of the parameters and asks the others in every step"
             fix = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'
             raise ValueError(f"{name}=true: {why}; use {fix}")
+
+
+def check_engine(engine: Any, algorithm: Algorithm) -> None:
+    """Refuse settings under which an engine has no whole model, or communicates on its own."""
+    check_settings(int(engine.zero_optimization_stage()), engine.fp16_enabled(), engine.bfloat16_enabled())
     if algorithm.reduces_gradients and getattr(engine, "torch_autocast_z0_gradscaler", None):
         why = "a worker that overflows skips its step, in which gradients are reduced"
         raise ValueError(f'torch_autocast.dtype=float16: {why}; use "bfloat16", or cocod or local')
@@ -55,7 +71,9 @@ class EngineRouter:
     barrier = None
 
     def __init__(self, engine: Any) -> None:
-        self.private_group: Any = None
+        #: Process groups of this model's own, and the node they were opened for.
+        self.channels: Channels | None = None
+        self.channels_of: tuple[tuple[int, ...]] | None = None
         self._engine = engine
         self._was_on = bool(engine.enable_backward_allreduce)
         #: The largest norm of a gradient; 0: any.
@@ -73,9 +91,9 @@ class EngineRouter:
         self._engine._config.gradient_clipping = self.clipping
 
     @torch.no_grad()
-    def before_step(self, method: Algorithm, parameters: list[nn.Parameter], num_workers: int) -> None:
+    def before_step(self, method: Algorithm, parameters: list[nn.Parameter]) -> None:
         """What the optimizer is to see: reduced gradients, then clipped ones."""
-        if method.reduces_gradients and num_workers > 1:
+        if method.reduces_gradients and method.replica.comm.size > 1:
             reduce_gradients(method, parameters)
         if self.clipping > 0:
             torch.nn.utils.clip_grad_norm_(parameters, self.clipping)

@@ -23,6 +23,7 @@ from accelerate.utils.dataclasses import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from cocod_accel.config import Config, ConfigError
+from cocod_accel.engine import check_settings, prepare_for_cpu
 
 #: A worker that waits longer than this for the others gives up.
 _TIMEOUT = timedelta(minutes=10)
@@ -39,16 +40,59 @@ def speaks_of(lost: int) -> bool:
     return rank != lost and (local_rank == 0 or (local_rank == 1 and lost == rank - 1))
 
 
+def without_launcher_arguments(arguments: list[str]) -> list[str]:
+    """What is left of a command line for the trainer.
+
+    The ``deepspeed`` launcher adds ``--local_rank=N``, and its users say ``--deepspeed_config FILE``. Both mean what an
+    accelerate configuration with ``distributed_type: DEEPSPEED`` says through the environment.
+    """
+    left: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, has_value, value = argument.partition("=")
+        if name in ("--local_rank", "--local-rank", "--deepspeed"):
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        elif name == "--deepspeed_config":
+            file = value if has_value else next(rest, "")
+            if not Path(file).is_file():
+                raise ConfigError(
+                    f"--deepspeed_config={file}: no such file; give a JSON file such as configs/deepspeed/stage0.json"
+                )
+            os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=file)
+        else:
+            left.append(argument)
+    if uses_deepspeed() and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
+        os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")  # where accelerate would take 2
+        os.environ.setdefault("ACCELERATE_GRADIENT_CLIPPING", "0")
+    return left
+
+
+def uses_deepspeed() -> bool:
+    """Whether accelerate's configuration, or the ``deepspeed`` launcher, asks for DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _local_workers() -> int:
+    """Workers on this machine; the ``deepspeed`` launcher has a name of its own for it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
 def accelerate_config(num_workers: int, use_gpu: bool) -> Path:
     """The accelerate configuration in ``configs/accelerate`` for one machine."""
     name = "gpu_8" if use_gpu else "cpu_16" if num_workers > 2 else "cpu_2"
     return Path(__file__).parents[1] / "configs" / "accelerate" / f"{name}.yaml"
 
 
-def launch_command(num_workers: int, arguments: list[str], use_gpu: bool | None = None, max_restarts: int = 0) -> list[str]:
+def launch_command(
+    num_workers: int,
+    arguments: list[str],
+    use_gpu: bool | None = None,
+    max_restarts: int = 0,
+    config_file: Path | None = None,
+) -> list[str]:
     """The ``accelerate launch`` line that runs the trainer with this many workers on this machine."""
     gpu = torch.cuda.device_count() >= num_workers if use_gpu is None else use_gpu
-    config = accelerate_config(num_workers, gpu)
+    config = config_file or accelerate_config(num_workers, gpu)
     shown = os.path.relpath(config)
     if config.is_file():
         options = [
@@ -82,14 +126,17 @@ def _check_connected(accelerator: Accelerator, config: Config, arguments: list[s
 def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
     """An Accelerator of the workers that were meant; everything is torn down on every path."""
     on_cpu = config.cluster.device == "cpu" or not torch.cuda.is_available()
-    local_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_workers = _local_workers()
     if on_cpu:
         if int(os.environ.get("WORLD_SIZE", "1")) == local_workers:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_workers))
     _connect_after_restart("gloo" if on_cpu else "nccl")
-    handlers: list[Any] = [InitProcessGroupKwargs(timeout=_TIMEOUT)]
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision, kwargs_handlers=handlers)
+    if uses_deepspeed():
+        accelerator = _deepspeed_accelerator(config, on_cpu)
+    else:
+        handlers: list[Any] = [InitProcessGroupKwargs(timeout=_TIMEOUT)]
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision, kwargs_handlers=handlers)
     _check_connected(accelerator, config, arguments)
     seed_everything(config.seed + accelerator.process_index)
     yield accelerator
@@ -98,6 +145,40 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         dist.destroy_process_group()
+
+
+def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
+    """An Accelerator that makes DeepSpeed engines; with ``cpu=True`` accelerate would drop DeepSpeed in silence."""
+    if on_cpu:
+        prepare_for_cpu()
+    handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)]
+    try:
+        # Not accelerate's mixed precision: it would be DeepSpeed's own bf16 engine, which trains copies of the parameters.
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers)
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(f"DeepSpeed: {' '.join(str(error).split())}; pip install 'cocod-accel[deepspeed]'") from error
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    is_on = {key: settings.get(key, {}).get("enabled") is True for key in ("fp16", "bf16")}
+    try:
+        check_settings(accelerator.state.deepspeed_plugin.zero_stage, is_on["fp16"], is_on["bf16"])
+    except ValueError as error:
+        raise ConfigError(f"DeepSpeed: {error}") from error
+    if config.precision == "bf16":
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    accumulated = settings.get("gradient_accumulation_steps", 1)
+    if accumulated not in (1, "auto"):
+        raise ConfigError(
+            f"gradient_accumulation_steps={accumulated}: the trainer steps after every batch; "
+            "set it to 1 in the DeepSpeed configuration and batch_size to what is meant"
+        )
+    batch = settings.get("train_micro_batch_size_per_gpu", "auto")
+    if batch not in (config.batch_size, "auto"):
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu={batch}: but batch_size={config.batch_size}; "
+            'set it to "auto" in the DeepSpeed configuration'
+        )
+    settings["train_micro_batch_size_per_gpu"], settings["train_batch_size"] = config.batch_size, "auto"
+    return accelerator
 
 
 def _connect_after_restart(backend: str) -> None:
@@ -125,7 +206,7 @@ def seed_everything(seed: int) -> None:
 
 def has_core_each() -> bool:
     """Whether every worker on this machine can have a CPU core of its own."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
+    return _local_workers() <= len(os.sched_getaffinity(0))
 
 
 def is_restart() -> bool:
@@ -145,4 +226,5 @@ def started_by() -> str:
 
 def is_one_machine() -> bool:
     """Whether all workers were started on this machine."""
-    return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("WORLD_SIZE", "1") == local

@@ -30,6 +30,7 @@ EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
 def run(arguments: list[str]) -> int:
     """Check everything that can be checked alone, then connect and train."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
+    arguments = runtime.without_launcher_arguments(arguments)
     config = load_config(arguments)
     runtime.seed_everything(config.seed)  # the same model on every worker
     task = build_task(config)

@@ -35,12 +35,14 @@ from typing import Any
 import torch
 from accelerate.accelerator import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from tqdm import tqdm
 
 from cocod_accel.attach import attach
 from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
-from cocod_accel.comm import bytes_of
-from cocod_accel.config import Config, save_config
+from cocod_accel.comm import bytes_of, node_group
+from cocod_accel.config import Config, ConfigError, save_config
 from cocod_accel.faults import Watch
 from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.pace import Pace, relative_speeds
@@ -85,10 +87,13 @@ class Trainer:
         self.work = Work.of(config, task.num_train, self.rank)
         self.place, self.folder = place, RunFolder(place.path)
         self.trackers = Trackers(accelerator, config, place.path)
-        self.model, self.optimizer = accelerator.prepare(model, build_optimizer(config, model))
-        # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
-        self.model.broadcast_buffers = False
-        self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=self.work.plan.weights[self.rank])
+        inner = node_group(config.cluster.workers_per_replica)
+        self.model, self.optimizer = _wrapped(accelerator, model, build_optimizer(config, model), inner)
+        weight = self.work.plan.weights[self.rank]
+        try:
+            self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner)
+        except (TypeError, ValueError) as error:  # on all workers
+            raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
         if config.link is not None:
             self.sync.emulate_link(config.link)
         self.pace = Pace(
@@ -186,14 +191,13 @@ class Trainer:
             inputs, labels = next(supply)
             self._set_learning_rate(epoch + index / steps)
             self.optimizer.zero_grad()
-            with self.accelerator.autocast():
-                loss = nn.functional.cross_entropy(self.model(inputs), labels)
-            self.accelerator.backward(loss)
+            loss = self._loss(inputs, labels)
             self._unchecked.append(loss.detach())
             self.at.step += 1
             self.at.index += 1
             self.at.samples += len(labels)
             self.at.all_samples += len(labels) * all_per_own
+            self.accelerator.backward(loss)  # under DeepSpeed the optimizer steps in here
             self.optimizer.step()
             self.losses += loss.detach()
             stretched = self.pace.end(self.sync.exposed_seconds)
@@ -212,6 +216,11 @@ class Trainer:
                     break
         self._check_losses()
         self.clock.stop()
+
+    def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        with self.accelerator.autocast():
+            # An engine's own autocast ends with its forward: the loss is formed in float32 all the same.
+            return nn.functional.cross_entropy(self.model(inputs).float(), labels)
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """What is left of this worker's batches in an epoch."""
@@ -310,15 +319,16 @@ class Trainer:
         depends on the layout. Algorithms that send whole models do not care.
         """
         is_later = resumed.is_exact and resumed.position["step"] > 0
-        return is_later and self.work.algorithm.reduces_gradients and self.accelerator.num_processes > 2
+        uses_buckets = self.sync.subject.ddp is not None
+        together = self.config.cluster.workers_per_replica
+        if self.work.algorithm.reduces_gradients:
+            together = self.accelerator.num_processes
+        return is_later and uses_buckets and together > 2
 
     def _warm_up(self) -> None:
         """A first backward, for its side effect on DDP; whatever else it changes is loaded once more afterwards."""
         self.model.train()
-        inputs, labels = next(self._batches(0))
-        with self.accelerator.autocast():
-            loss = nn.functional.cross_entropy(self.model(inputs), labels)
-        self.accelerator.backward(loss)
+        self.accelerator.backward(self._loss(*next(self._batches(0))))
         self.optimizer.zero_grad()
 
     def _go_on_otherwise(self) -> None:
@@ -443,7 +453,7 @@ class Trainer:
                     self.task.test, indices, self.config.evaluation.batch_size, self.accelerator.device
                 ):
                     # The module itself: workers may have different numbers of batches, which DDP need not know.
-                    with self.accelerator.autocast():
+                    with torch.autocast(self.accelerator.device.type, torch.bfloat16, self.config.precision == "bf16"):
                         outputs = self.accelerator.unwrap_model(self.model)(inputs)
                     sums[0] += (outputs.argmax(1) == labels).sum().item()
                     sums[1] += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
@@ -557,6 +567,7 @@ class Trainer:
             "model": config.model.name,
             "seed": config.seed,
             "num_workers": len(rows),
+            "workers_per_replica": config.cluster.workers_per_replica,
             "proportional": config.cluster.proportional,
             "batches": list(self.work.plan.batches),
             "clock": "real" if config.emulated is None else "emulated",
@@ -574,6 +585,20 @@ class Trainer:
             "samples_per_second": samples / seconds,
             "model_digest": digest,
         }
+
+
+def _wrapped(accelerator: Accelerator, model: Any, optimizer: Optimizer, inner: Any) -> tuple[Any, Any]:
+    """Model and optimizer as accelerate prepares them; DDP for the workers of a node, where they share one."""
+    if inner is None or accelerator.state.deepspeed_plugin is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model = accelerator.prepare_model(model, evaluation_mode=True)  # on its device and in its precision, not wrapped
+        devices = [accelerator.device] if accelerator.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, process_group=inner)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    # Buffers are averaged for evaluation; broadcasting them in every forward would only be waiting.
+    model.broadcast_buffers = False
+    return model, optimizer
 
 
 def export(model: nn.Module, path: Path) -> None:

@@ -49,7 +49,8 @@ class Work:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         takes_period = kind.__init__ is Algorithm.__init__
         steps = [everybodys[rank] for everybodys in all_steps]
-        algorithm = kind(period=period_in_steps(by_epoch, steps)) if takes_period else kind()
+        options = {"period": period_in_steps(by_epoch, steps), "optimizer_state": config.algorithm.optimizer_state}
+        algorithm = kind(**options) if takes_period else kind()
         return cls(algorithm, plan, all_steps, rank)
 
     @property

@@ -53,8 +53,11 @@ def run(
     weights: Sequence[float],
     periods: Sequence[int | Sequence[tuple[int, int]]],
     skipped: Sequence[set[int]] | None = None,
+    policy: str = "keep",
 ) -> Trace:
     """Every worker's parameters after every step.
+
+    ``policy``: what becomes of optimizer state at a merge. "reset": a new optimizer. "average": a weighted mean.
 
     ``batches[i][t]`` is worker i's batch at its step t; ``periods[i]`` its period; ``skipped[i]`` the steps at
     which it computes gradients and drops them.
@@ -80,6 +83,17 @@ def run(
         grads = gradients(i, t)
         if t not in skip[i]:
             step_with(i, grads)
+
+    def merge_optimizers() -> None:
+        if policy == "reset":
+            optimizers[:] = [make_optimizer(m) for m in models]
+        elif policy == "average":
+            for row in zip(*(m.parameters() for m in models), strict=True):
+                states = [optimizers[i].state[p] for i, p in enumerate(row)]
+                for key in [k for k in states[0] if k != "step"]:
+                    mean = sum((wi * state[key] for wi, state in zip(w, states, strict=True)), torch.zeros(()))
+                    for state in states:
+                        state[key] = mean.clone()
 
     if name in ("ssgd", "pipe"):
         previous: list[Tensor] | None = None
@@ -107,6 +121,7 @@ def run(
                     steps[i] += 1
                     trace[i].append(values(models[i]))
             mean = weighted_mean(models, [1 / n] * n)
+            merge_optimizers()
             for i in range(n):
                 assign(models[i], mean)
                 trace[i][-1] = values(models[i])
@@ -129,6 +144,7 @@ def run(
                     assign(m, [hat + (x - x_t) for hat, x, x_t in zip(mean_t, values(m), snapshot, strict=True)])
                 snapshots = [values(m) for m in models]
                 mean_t = weighted_mean(models, w)
+            merge_optimizers()
             start = t + 1
             end = start + period_at(periods[0], start)
         for i in range(n):

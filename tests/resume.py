@@ -46,16 +46,18 @@ class Case:
     point: int
     is_kill: bool
     num_workers: int = 2
+    workers_per_replica: int = 1
 
     @property
     def setting(self) -> list[str]:
         rate = 0.02 if self.optimizer == "sgd" else 0.002
-        speeds = f"cluster.speeds={[1, 2, 2][: self.num_workers]}"
+        speeds = f"cluster.speeds={[1, 2, 2, 1][: self.num_workers]}"
         sampling = self.proportional and self.algorithm != "asynlocal"
         options = [f"optimizer.name={self.optimizer}", f"optimizer.learning_rate={rate}"]
         workers = f"cluster.num_workers={self.num_workers}"
         return [
             workers,
+            f"cluster.workers_per_replica={self.workers_per_replica}",
             f"algorithm.name={self.algorithm}",
             speeds,
             f"cluster.proportional={str(sampling).lower()}",
@@ -136,7 +138,8 @@ def _baselines() -> Path:
 def baseline(case: Case) -> Path:
     output = _baselines()
     n = case.num_workers
-    name = "-".join(["undisturbed", case.algorithm, str(case.proportional), case.optimizer, str(n)])
+    parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica]
+    name = "-".join(["undisturbed", *map(str, parts)])
     if not (output / name / "summary.json").is_file():
         assert run_workers(n, worker, arguments(case, output, name), seconds=100) == [0] * n
     return output / name

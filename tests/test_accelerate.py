@@ -18,18 +18,14 @@ WEIGHTS = [2.0, 3.0]
 MICRO_BATCHES = 3
 
 
-def prepared_loop(rank: int, name: str, accumulate: int, compiled: str) -> Any:
+def prepared_loop(rank: int, name: str, accumulate: int) -> Any:
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as a launcher does
     from accelerate.accelerator import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     assert accelerator.num_processes == 2
     model: Any = loops.make_model()
-    if compiled == "before":
-        model = torch.compile(model, backend="eager")
     model, optimizer = accelerator.prepare(model, loops.OPTIMIZERS["momentum"](model))
-    if compiled == "after":
-        model = torch.compile(model, backend="eager")
     sync = attach(model, optimizer, loops.make_algorithm(name, 2), weight=1 if name == "asynlocal" else WEIGHTS[rank])
     trace = []
     for micro_step in range(7 * accumulate):
@@ -46,8 +42,10 @@ def prepared_loop(rank: int, name: str, accumulate: int, compiled: str) -> Any:
     return trace, rounds, loops.snapshot(model)
 
 
-def check(name: str, accumulate: int, compiled: str = "") -> None:
-    results = run_workers(2, prepared_loop, name, accumulate, compiled, seconds=110)
+@pytest.mark.parametrize("accumulate", [1, MICRO_BATCHES])
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_an_accelerate_loop_equals_the_reference(name: str, accumulate: int) -> None:
+    results = run_workers(2, prepared_loop, name, accumulate, seconds=110)
     batches = [[loops.joined_batch(i, t, accumulate) for t in range(7)] for i in range(2)]
     weights = [1.0, 1.0] if name == "asynlocal" else WEIGHTS
     if name == "asynlocal":
@@ -64,17 +62,6 @@ def check(name: str, accumulate: int, compiled: str = "") -> None:
     assert_traces_equal([trace[: len(expected[0])] for trace, _, _ in results], expected, f"accelerate, {name}")
     assert [rounds for _, rounds, _ in results] == [7 if name in ("ssgd", "pipe") else 3] * 2
     assert all(torch.equal(a, b) for a, b in zip(results[0][2], results[1][2], strict=True))
-
-
-@pytest.mark.parametrize("accumulate", [1, MICRO_BATCHES])
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_an_accelerate_loop_equals_the_reference(name: str, accumulate: int) -> None:
-    check(name, accumulate)
-
-
-@pytest.mark.parametrize("compiled", ["before", "after"])
-def test_a_compiled_model_equals_the_reference(compiled: str) -> None:
-    check("cocod", 1, compiled)
 
 
 def half_precision(rank: int) -> Any:

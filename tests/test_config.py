@@ -91,6 +91,14 @@ MISTAKES: list[tuple[str, str]] = [
     ("evaluation.target=[0.5]", "did you mean evaluation.targets?"),
     ("task.data=x", "unknown key task.data; did you mean task.data_dir?"),
     ("zzz=1", "unknown key zzz; known: name, output, seed"),
+    # nodes, optimizer state
+    ("cluster.workers_per_replica=0", "cluster.workers_per_replica=0: must be at least 1"),
+    ("cluster.workers_per_replica=3", "cluster.workers_per_replica=3: does not divide cluster.num_workers=2"),
+    ("cluster.workers_per_replica=2 + algorithm.name=ssgd", "is not for ssgd, which sums gradients over all workers; use 1"),
+    ("cluster.workers_per_replica=2 + algorithm.name=pipe", "is not for pipe"),
+    ("cluster.workers_per_replica=2 + algorithm.name=asynlocal + cluster.speeds=[1,2]", "equal inside every node"),
+    ("algorithm.optimizer_state=average", "algorithm.optimizer_state=average: is not for cocod; choose from keep, reset"),
+    ("algorithm.optimizer_state=reset + algorithm.name=ssgd", "is not for ssgd; choose from keep"),
     # wrong types
     ("seed=one", "seed"),
     ("seed=1.5", "seed"),
@@ -194,7 +202,12 @@ def test_a_mistake_is_one_clear_line(
     mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(CONFIGS.parent)
-    arguments = ["configs/quickstart.yaml", f"output={tmp_path / 'runs'}", f"task.data_dir={tmp_path}", mistake]
+    arguments = [
+        "configs/quickstart.yaml",
+        f"output={tmp_path / 'runs'}",
+        f"task.data_dir={tmp_path}",
+        *mistake.split(" + "),
+    ]
     assert train.main(arguments) == 2
     written = capsys.readouterr()
     lines = written.err.strip().splitlines()

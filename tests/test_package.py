@@ -17,6 +17,7 @@ LIBRARY = [
     "comm",
     "flat",
     "averaging",
+    "nodes",
     "algorithms",
     "attempts",
     "engine",
@@ -30,6 +31,7 @@ LIBRARY = [
     "packing",
     "merging",
     "checkpoint",
+    "hf",
 ]
 TRAINER = [
     "schedule", "tables", "config", "runtime", "tasks", "calibration",

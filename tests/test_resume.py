@@ -42,6 +42,7 @@ SAMPLE = [
     Case("asynlocal", False, "adam", 14, True),
     Case("ssgd", True, "sgd", 8, False, num_workers=3),  # three: the order of a sum matters
     Case("cocod", True, "sgd", 7, True, num_workers=3),
+    Case("cocod", True, "sgd", 13, True, num_workers=4, workers_per_replica=2),  # two nodes
 ]
 
 

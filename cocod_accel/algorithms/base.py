@@ -48,14 +48,23 @@ class Algorithm:
     same_period: ClassVar[bool] = True
     #: True: weights must be equal.
     needs_equal_weights: ClassVar[bool] = False
+    #: Why the optimizer may not be stepped by a GradScaler, in words; empty: it may.
+    refuses_scaler: ClassVar[str] = ""
+    #: What may become of momentum and other optimizer state when a model is merged.
+    optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset")
 
     replica: Replica
 
-    def __init__(self, period: PeriodLike) -> None:
+    def __init__(self, period: PeriodLike, *, optimizer_state: str = "keep") -> None:
         self.period = Period.parse(period)
+        if optimizer_state not in self.optimizer_policies:
+            rule = f"is not for {type(self).__name__}; choose from {', '.join(self.optimizer_policies)}"
+            raise ValueError(f"optimizer_state={optimizer_state!r} {rule}")
+        self.optimizer_state = optimizer_state
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(period={self.period})"
+        policy = "" if self.optimizer_state == "keep" else f", optimizer_state={self.optimizer_state!r}"
+        return f"{type(self).__name__}(period={self.period}{policy})"
 
     def bind(self, replica: Replica) -> Self:
         """A copy of this algorithm that works on ``replica``."""

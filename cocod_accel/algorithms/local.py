@@ -11,9 +11,12 @@ class LocalSGD(Algorithm):
     """Local SGD (Stich 2018): after every k local steps, blocking, floating buffers included::
 
     x_i <- sum_j w_j x_j
+
+    With ``optimizer_state="average"`` momentum and other optimizer state of a parameter's shape is averaged with it.
     """
 
     name: ClassVar[str] = "local"
+    optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset", "average")
 
     def launch(self) -> None:
         self.replica.launch(with_buffers=True)

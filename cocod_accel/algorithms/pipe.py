@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.averaging import Replica
-from cocod_accel.comm import Handle, ring_bytes
+from cocod_accel.comm import Handle
 from cocod_accel.flat import FlatCopy, as_real
 
 
@@ -24,6 +24,10 @@ class PipeSGD(Algorithm):
 
     name: ClassVar[str] = "pipe"
     reduces_gradients: ClassVar[bool] = True
+    optimizer_policies: ClassVar[tuple[str, ...]] = ("keep",)
+    refuses_scaler: ClassVar[str] = (
+        "PipeSGD delays gradients by a step, so a GradScaler would divide them by another step's scale; use bf16 autocast"
+    )
 
     _previous: FlatCopy | None  # the mean gradient of the step before, complete when ``_handle`` is; None: zero
     _spare: FlatCopy | None
@@ -141,7 +145,7 @@ class PipeSGD(Algorithm):
         """Wait, and count what was sent; not when a state is saved, which must not change a count."""
         self._wait()
         if self._previous is not None:
-            self.replica.traffic.num_bytes += ring_bytes(self._previous.buffers, self.replica.comm.size)
+            self.replica.traffic.num_bytes += self.replica.comm.sent_bytes(self._previous.buffers)
 
     def _wait(self) -> None:
         handle, self._handle = self._handle, None

@@ -19,6 +19,7 @@ class SSGD(Algorithm):
 
     name: ClassVar[str] = "ssgd"
     reduces_gradients: ClassVar[bool] = True
+    optimizer_policies: ClassVar[tuple[str, ...]] = ("keep",)
 
     _handles: list[Handle]
 

@@ -1,0 +1,159 @@
+"""CoCoD-SGD, or another algorithm, in a Hugging Face ``Trainer`` that stays as it is.
+
+    trainer = Trainer(model=model, args=args, train_dataset=data, ...)
+    trainer.add_callback(CoCoDCallback(trainer, period=5))
+    trainer.train()
+
+Needs transformers. ``Trainer`` has no events around its evaluation and its checkpoints, so the callback puts itself around
+the methods that do these things, of this one trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from cocod_accel.algorithms import Algorithm, CoCoDSGD
+from cocod_accel.attach import Sync, attach
+from cocod_accel.checkpoint import CheckpointError, Checkpoints, worker_file
+from cocod_accel.rounds import PeriodLike
+
+logger = logging.getLogger(__name__)
+
+
+class CoCoDCallback(TrainerCallback):
+    """Attaches an algorithm when training begins, and gives every worker the mean model when it ends.
+
+    Evaluation during training sees the averaged model, and so does whoever reads the model of a checkpoint. Each
+    worker's own state lies beside it, and ``trainer.train(resume_from_checkpoint=...)`` goes on bit for bit.
+
+    Args:
+        trainer: the trainer this is added to.
+        period: steps a round of ``CoCoDSGD``.
+        algorithm: another algorithm, instead of ``period``.
+        weight, inner: as for :func:`~cocod_accel.attach`.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        period: PeriodLike | None = None,
+        *,
+        algorithm: Algorithm | None = None,
+        weight: float = 1,
+        inner: Any = None,
+    ) -> None:
+        if (period is None) == (algorithm is None):
+            raise TypeError("pass either period=5, for CoCoDSGD, or algorithm=")
+        self._algorithm = CoCoDSGD(period) if algorithm is None and period is not None else algorithm
+        assert self._algorithm is not None
+        if not self._algorithm.same_period:
+            raise ValueError(f"{self._algorithm!r}: Trainer gives every worker the same number of steps; use LocalSGD")
+        self._trainer, self._weight, self._inner = trainer, weight, inner
+        #: What ``attach`` returned; None before and after training.
+        self.sync: Sync | None = None
+        self._resume_from: Path | None = None
+        self._settle(trainer)
+        for name, around in (("train", self._train), ("evaluate", self._evaluate), ("save_model", self._save_model)):
+            setattr(trainer, name, _around(getattr(trainer, name), around))
+
+    # ---- events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        assert self._algorithm is not None
+        trainer = self._trainer
+        self.sync = attach(trainer.model_wrapped, trainer.optimizer, self._algorithm, weight=self._weight, inner=self._inner)
+        if self._resume_from is not None:
+            self._go_on(self.sync, self._resume_from)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        sync, self.sync = self.sync, None
+        if sync is None:
+            return
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            sync.state_dict()  # what is in flight arrives and is dropped: all workers have loaded the best mean model
+        else:
+            sync.finish()
+        sync.detach()
+
+    # ---- around the trainer's own methods
+
+    def _train(
+        self, call: Callable[..., Any], resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any
+    ) -> Any:
+        found = resume_from_checkpoint
+        if found is True:
+            found = get_last_checkpoint(self._trainer.args.output_dir)
+        self._resume_from = Path(found) if found else None
+        try:
+            return call(resume_from_checkpoint, *args, **named)
+        except BaseException:
+            if self.sync is not None:
+                self.sync.__exit__(*sys.exc_info())  # nothing may wait for workers that are elsewhere
+                self.sync = None
+            raise
+
+    def _evaluate(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if self.sync is None:
+            return call(*args, **named)
+        with self.sync.averaged():
+            return call(*args, **named)
+
+    def _save_model(
+        self, call: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False, *args: Any, **named: Any
+    ) -> Any:
+        if self.sync is None or not _internal_call or output_dir is None:
+            return call(output_dir, _internal_call, *args, **named)
+        if not self._trainer.args.save_only_model:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            Checkpoints(output_dir, self.sync).write_worker(output_dir)
+        # Entering takes all workers, so everyone's state is there before the trainer writes what makes a checkpoint of it.
+        with self.sync.averaged():
+            return call(output_dir, _internal_call, *args, **named)
+
+    # ---- details
+
+    def _go_on(self, sync: Sync, folder: Path) -> None:
+        saved = len(list(folder.glob(worker_file("*"))))
+        if saved == sync.num_workers:
+            Checkpoints(folder, sync).read_worker(folder)
+        elif saved == 0:
+            raise CheckpointError(f"{folder}: was not saved with CoCoDCallback; resume it without, or begin anew")
+        elif sync.rank == 0:
+            now = sync.num_workers
+            logger.warning("%s was saved by %d workers, now there are %d: all go on from the mean model", folder, saved, now)
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Set what would make workers meet in every step, and say so."""
+        args = trainer.args
+        if args.average_tokens_across_devices:
+            args.average_tokens_across_devices = False
+            self._say("average_tokens_across_devices=False: each worker scales its loss by its own tokens")
+        config = getattr(trainer.accelerator, "dataloader_config", None)
+        if (
+            isinstance(trainer.train_dataset, IterableDataset)
+            and config is not None
+            and config.dispatch_batches is not False
+        ):
+            config.dispatch_batches = False
+            self._say("dispatch_batches=False: each worker reads its own batches, instead of waiting for worker 0's")
+
+    def _say(self, what: str) -> None:
+        if self._trainer.args.process_index == 0:
+            logger.warning("CoCoDCallback sets %s", what)
+
+
+def _around(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        return around(method, *args, **named)
+
+    return call
