@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint bench-core bench-mixed clean
+.PHONY: quickstart test lint bench bench-core bench-mixed clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -23,6 +23,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every contender on slow links, for real; takes root for the network lab, and about 40 minutes of an idle machine.
+bench: $(READY)
+	$(BIN)/cocod bench configs/bench.yaml
 
 bench-core: $(READY)
 	$(BIN)/python -m benchmarks.core

@@ -1,4 +1,4 @@
-"""The ``cocod`` command: train, compare, watch, trace, doctor, list."""
+"""The ``cocod`` command: train, compare, watch, trace, bench, doctor, list."""
 
 from __future__ import annotations
 
@@ -49,11 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
     trace.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json in the run folder")
     trace.set_defaults(run=_trace)
 
+    bench = commands.add_parser("bench", help="step time and time to accuracy on slow links, beside the alternatives")
+    bench.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="e.g. configs/bench.yaml steps.repeats=3")
+    bench.add_argument("--out", type=Path, default=Path("benchmarks/results/links"), metavar="DIR", help="where to write")
+    bench.add_argument("--only-tables", action="store_true", help="of the rows that are there; measure nothing")
+    bench.set_defaults(run=_bench)
+
     commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
 
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "train" and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("train", "bench") and not any(argument.startswith("-") for argument in rest):
         options.configs += rest  # overrides after an option
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")
@@ -146,6 +152,31 @@ def _trace(options: argparse.Namespace) -> int:
     path = options.out or folders[0] / "trace.json"
     num_spans = write_trace({folder.name: read_spans(folder) for folder in folders}, path)
     print(f"{num_spans} spans in {path}; open it in ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from cocod_accel.bench.results import draw, read_rows, summary
+    from cocod_accel.bench.runner import BenchError, run_bench
+    from cocod_accel.bench.settings import load_settings
+
+    settings = load_settings(options.configs)
+    path = options.out / "rows.jsonl"
+    if not options.only_tables:
+        try:
+            run_bench(settings, options.out)
+        except BenchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    elif not path.is_file():
+        raise ConfigError(f"--only-tables: {path} is not there; run the benchmark first")
+    rows = read_rows(path)
+    text = summary(rows, settings.period)
+    print(text)
+    (options.out / "tables.txt").write_text(text + "\n")
+    draw(rows, options.out / "step_time.png")
+    draw(rows, options.out / "step_time.svg")
+    print(f"\nraw rows, tables and picture: {options.out}")
     return 0
 
 

@@ -1,0 +1,223 @@
+"""Raw rows of a benchmark -> tables and a picture.
+
+Every figure is a ratio within one repeat, between blocks a few seconds apart, because machines drift; then the median and
+the quartiles over repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cocod_accel.bench.contenders import CONTENDERS
+from cocod_accel.tables import aligned
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median, its quartiles, and how many values it is of."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(middle, low, high, len(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a benchmark; a last one that was cut off is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    if not rows:
+        raise ValueError(f"{path}: holds no rows; run the benchmark again")
+    return rows
+
+
+def step_seconds(rows: Sequence[Row], ratio: float, clock: str = "lab") -> dict[str, dict[int, float]]:
+    """contender -> repeat -> seconds a step; the limit's is the mean of its two blocks."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["kind"] == "step" and row["ratio"] == ratio and row["clock"] == clock:
+            found.setdefault(row["contender"], {}).setdefault(row["repeat"], []).append(row["seconds"])
+    return {name: {repeat: statistics.fmean(v) for repeat, v in blocks.items()} for name, blocks in found.items()}
+
+
+def ratio_of(seconds: dict[str, dict[int, float]], slower: str, faster: str) -> Figure | None:
+    """How many times longer one contender's step is than another's, repeat by repeat."""
+    common = sorted(seconds.get(slower, {}).keys() & seconds.get(faster, {}).keys())
+    return Figure.of([seconds[slower][r] / seconds[faster][r] for r in common]) if common else None
+
+
+def links(rows: Sequence[Row], kind: str, clock: str | None = None) -> list[float]:
+    return sorted({row["ratio"] for row in rows if row["kind"] == kind and clock in (None, row["clock"])})
+
+
+def clock_of(rows: Sequence[Row]) -> str:
+    return "lab" if any(row["clock"] == "lab" for row in rows if row["kind"] != "measured") else "emulated"
+
+
+# ------------------------------------------------------------------------------------------------- tables
+
+
+def step_table(rows: Sequence[Row]) -> str:
+    """A contender's step over that of the limit, link by link."""
+    clock = clock_of(rows)
+    ratios = links(rows, "step", clock)
+    by_link = {ratio: step_seconds(rows, ratio, clock) for ratio in ratios}
+    body = []
+    for name in CONTENDERS:
+        cells = [ratio_of(by_link[ratio], name, "none") for ratio in ratios]
+        if name != "none" and any(cells):
+            body.append([CONTENDERS[name].label, *("-" if cell is None else str(cell) for cell in cells)])
+    return aligned([["step / step without communication", *(f"r_1 = {ratio:g}" for ratio in ratios)], *body])
+
+
+def measured_table(rows: Sequence[Row]) -> str:
+    """What each link was meant to be, and what a payload then took."""
+    body = []
+    for row in rows:
+        if row["kind"] == "measured":
+            compute, communicate = row["compute_seconds"], row["communicate_seconds"]
+            figures = [f"{row['link']['bandwidth_mbit']:.1f}", f"{1e3 * compute:.1f}", f"{1e3 * communicate:.1f}"]
+            body.append([f"r_1 = {row['ratio']:g}", f"{communicate / compute:.2f}", *figures])
+    return aligned([["link", "measured", "Mbit/s", "ms/step", "ms/payload"], *body]) if body else ""
+
+
+def accuracy_table(rows: Sequence[Row], baseline: str = "ddp") -> str:
+    """Seconds of training until the target, and how many times less than the baseline's with the same seed."""
+    ratios = links(rows, "accuracy")
+    header = ["to the target accuracy", "reached"]
+    for ratio in ratios:
+        header += [f"s, r_1 = {ratio:g}", f"{CONTENDERS[baseline].label} / it"]
+    body = []
+    for name in CONTENDERS:
+        mine = [row for row in rows if row["kind"] == "accuracy" and row["contender"] == name]
+        if not mine:
+            continue
+        cells = [CONTENDERS[name].label, f"{sum(row['reached'] is not None for row in mine)} of {len(mine)}"]
+        for ratio in ratios:
+            times = reached(rows, name, ratio)
+            cells.append(f"{statistics.median(times.values()):.1f}" if times else "never")
+            speedup = accuracy_speedup(rows, ratio, baseline, name)
+            cells.append("-" if speedup is None else str(speedup))
+        body.append(cells)
+    return aligned([header, *body]) if body else ""
+
+
+def reached(rows: Sequence[Row], name: str, ratio: float) -> dict[int, float]:
+    """seed -> seconds to the target, of the seeds that reached it."""
+    return {
+        row["seed"]: row["reached"]
+        for row in rows
+        if row["kind"] == "accuracy" and row["contender"] == name and row["ratio"] == ratio and row["reached"] is not None
+    }
+
+
+def accuracy_speedup(rows: Sequence[Row], ratio: float, slower: str, faster: str) -> Figure | None:
+    before, after = reached(rows, slower, ratio), reached(rows, faster, ratio)
+    common = sorted(before.keys() & after.keys())
+    return Figure.of([before[seed] / after[seed] for seed in common]) if common else None
+
+
+def agreement_table(rows: Sequence[Row]) -> str:
+    """A step on the emulated link over a step on the real one of the same bandwidth, each over its own limit."""
+    ratios = sorted(set(links(rows, "step", "emulated")) & set(links(rows, "step", "lab")))
+    body = []
+    for name in CONTENDERS:
+        cells = []
+        for ratio in ratios:
+            pair = [ratio_of(step_seconds(rows, ratio, clock), name, "none") for clock in ("emulated", "lab")]
+            cells.append("-" if pair[0] is None or pair[1] is None else f"{pair[0].median / pair[1].median:.3f}")
+        if name != "none" and any(cell != "-" for cell in cells):
+            body.append([CONTENDERS[name].label, *cells])
+    return aligned([["emulated / real link", *(f"r_1 = {ratio:g}" for ratio in ratios)], *body]) if body else ""
+
+
+def claims(rows: Sequence[Row], period: int) -> str:
+    """What the project says of itself, as this benchmark found it."""
+    clock = clock_of(rows)
+    ratios = links(rows, "step", clock)
+    by_link = {ratio: step_seconds(rows, ratio, clock) for ratio in ratios}
+    body: list[list[str]] = []
+
+    def say(what: str, figure: Figure | None) -> None:
+        if figure is not None:
+            body.append([what, f"{figure.median:.3f}", f"{figure.low:.3f} to {figure.high:.3f}", str(figure.n)])
+
+    for ratio in ratios:
+        if ratio <= 0.9 * period:
+            say(f"cocod's step / the limit, r_1 = {ratio:g}", ratio_of(by_link[ratio], "cocod", "none"))
+    for ratio in ratios:
+        say(f"torch DDP's step / cocod's, r_1 = {ratio:g}", ratio_of(by_link[ratio], "ddp", "cocod"))
+    if float(period) in by_link:
+        for name in ("accelerate_local", "post_local", "local"):
+            figure = ratio_of(by_link[float(period)], name, "cocod")
+            say(f"{CONTENDERS[name].label}'s step / cocod's, r_1 = {period}", figure)
+    for ratio in links(rows, "accuracy"):
+        say(f"torch DDP's time to accuracy / cocod's, r_1 = {ratio:g}", accuracy_speedup(rows, ratio, "ddp", "cocod"))
+    return aligned([["claim", "median", "quartiles", "n"], *body]) if body else ""
+
+
+def summary(rows: Sequence[Row], period: int) -> str:
+    """All tables, for a terminal."""
+    parts = [measured_table(rows), step_table(rows), accuracy_table(rows), agreement_table(rows), claims(rows, period)]
+    label = "" if clock_of(rows) == "lab" else "emulated link: no network lab could be made here"
+    return "\n\n".join(part for part in [label, *parts] if part)
+
+
+# ------------------------------------------------------------------------------------------------ picture
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Step time over r_1, every contender a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Picture
+
+    from cocod_accel.report.look import styles_of
+
+    clock = clock_of(rows)
+    ratios = links(rows, "step", clock)
+    by_link = {ratio: step_seconds(rows, ratio, clock) for ratio in ratios}
+    names = [name for name in CONTENDERS if name != "none" and any(name in seconds for seconds in by_link.values())]
+    styles = styles_of([CONTENDERS[name].label for name in names])
+    picture = Picture(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    for name in names:
+        style = styles[CONTENDERS[name].label]
+        figures = [(ratio, ratio_of(by_link[ratio], name, "none")) for ratio in ratios]
+        points = [(ratio, figure) for ratio, figure in figures if figure is not None]
+        middle = [figure.median for _, figure in points]
+        spread = [[f.median - f.low for _, f in points], [f.high - f.median for _, f in points]]
+        axes.errorbar(
+            [ratio for ratio, _ in points], middle, yerr=spread, color=style.colour, marker=style.marker, markersize=5,
+            linestyle=(0, style.dash) if style.dash else "-", capsize=2, label=CONTENDERS[name].label,
+            linewidth=2.2 if name == "cocod" else 1.3,
+        )  # fmt: skip
+    axes.axhline(1, color="#555555", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("r_1: time of one payload / time of one step without communication")
+    axes.set_ylabel("step time / step time without communication")
+    where = "a link limited by the kernel" if clock == "lab" else "an emulated link"
+    axes.set_title(f"Two workers on {where}, median and quartiles", loc="left")
+    axes.set_ylim(bottom=0.8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+    picture.savefig(path, dpi=150)

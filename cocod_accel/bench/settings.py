@@ -1,0 +1,92 @@
+"""What a benchmark compares, as a typed tree of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cocod_accel.bench.contenders import CONTENDERS
+from cocod_accel.config import ConfigError, load_config
+
+_EVERYBODY = list(CONTENDERS)
+
+
+@dataclass
+class StepSettings:
+    """Time per step."""
+
+    #: Links, each as the time of one payload over the time of one step without communication (r_1).
+    ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
+    contenders: list[str] = field(default_factory=lambda: list(_EVERYBODY))
+    #: Larger than for accuracy: a step must be long beside what the machine's own noise is.
+    batch_size: int = 128
+    #: Of a block on the clock; a multiple of the period.
+    steps: int = 10
+    repeats: int = 7
+    #: Links that are emulated once more, to see whether the emulation agrees.
+    emulated_ratios: list[float] = field(default_factory=lambda: [1.0, 3.0])
+
+
+@dataclass
+class AccuracySettings:
+    """Time to a target accuracy."""
+
+    ratios: list[float] = field(default_factory=lambda: [2.0, 3.0])
+    contenders: list[str] = field(default_factory=lambda: [name for name in _EVERYBODY if name != "none"])
+    target: float = 0.8
+    num_seeds: int = 5
+    #: Evaluations an epoch.
+    looks: int = 4
+
+
+@dataclass
+class BenchSettings:
+    #: What is trained.
+    config: str = "configs/quickstart.yaml"
+    num_workers: int = 2
+    #: Steps a round.
+    period: int = 5
+    steps: StepSettings = field(default_factory=StepSettings)
+    accuracy: AccuracySettings = field(default_factory=AccuracySettings)
+
+
+def load_settings(arguments: list[str]) -> BenchSettings:
+    """Merge YAML files and ``key=value`` overrides, in that order, and check the whole."""
+    tree: Any = OmegaConf.structured(BenchSettings)
+    try:
+        for argument in arguments:
+            if "=" not in argument and not Path(argument).is_file():
+                raise ConfigError(f"{argument}: no such file; give a YAML file such as configs/bench.yaml, or key=value")
+            given = OmegaConf.from_dotlist([argument]) if "=" in argument else OmegaConf.load(argument)
+            tree = OmegaConf.merge(tree, given)
+        settings = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or argument}: {str(error).splitlines()[0]}") from error
+    assert isinstance(settings, BenchSettings)
+    _check(settings)
+    return settings
+
+
+def _check(settings: BenchSettings) -> None:
+    load_config([settings.config])
+    per_block = settings.steps.steps
+    rules: list[tuple[str, object, bool, str]] = [
+        ("num_workers", settings.num_workers, settings.num_workers >= 2, "must be at least 2"),
+        ("period", settings.period, settings.period >= 1, "must be at least 1"),
+        ("steps.steps", per_block, per_block % settings.period == 0, "must be a multiple of the period"),
+        ("steps.repeats", settings.steps.repeats, settings.steps.repeats >= 1, "must be at least 1"),
+        ("accuracy.target", settings.accuracy.target, 0 < settings.accuracy.target <= 1, "must be a share in (0, 1]"),
+        ("accuracy.looks", settings.accuracy.looks, settings.accuracy.looks >= 1, "must be at least 1"),
+    ]
+    for part, section in (("steps", settings.steps), ("accuracy", settings.accuracy)):
+        unknown = [name for name in section.contenders if name not in CONTENDERS]
+        rules.append((f"{part}.contenders", unknown, not unknown, f"are not known; choose from {', '.join(CONTENDERS)}"))
+        bad = [ratio for ratio in section.ratios if not 0 < ratio < 1000]
+        rules.append((f"{part}.ratios", bad, not bad, "must be positive"))
+    for key, value, good, rule in rules:
+        if not good:
+            raise ConfigError(f"{key}={value}: {rule}")
