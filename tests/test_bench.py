@@ -1,0 +1,170 @@
+"""The benchmark: contenders that train what they should, figures computed by hand, and the real command on tiny settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cocod_accel.bench import results
+from cocod_accel.bench.contenders import CONTENDERS
+from cocod_accel.bench.settings import load_settings
+from cocod_accel.config import ConfigError
+from cocod_accel.lab import why_not
+from tests.test_trainer import command
+from tests.workers import run_workers
+
+
+def train_all(rank: int) -> dict[str, Any]:
+    """Ten steps of every contender from the same start, on batches that differ between workers."""
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    found = {}
+    for name, kind in CONTENDERS.items():
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        contender = kind(module, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), 5)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            inputs, labels = torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+            contender.step(inputs, labels)
+        own = [p.detach().clone() for p in contender.module.parameters()]
+        with contender.averaged():
+            mean = [p.detach().clone() for p in contender.module.parameters()]
+        contender.drain()
+        contender.close()
+        found[name] = own, mean
+    return found
+
+
+def test_every_contender_trains_and_is_evaluated_as_the_mean() -> None:
+    first, second = run_workers(2, train_all, seconds=110)
+
+    def same(a: Any, b: Any) -> bool:
+        return all(torch.allclose(x, y, rtol=0, atol=1e-6) for x, y in zip(a, b, strict=True))
+
+    for name in CONTENDERS:
+        (own, mean), (own_too, mean_too) = first[name], second[name]
+        assert all(torch.isfinite(value).all() for value in own)
+        if name == "none":
+            assert not same(own, own_too), "nothing is communicated"
+            continue
+        assert same(mean, mean_too)
+        assert same(mean, [(a + b) / 2 for a, b in zip(own, own_too, strict=True)])
+    # Peers and ours do the same where they should: DDP is ssgd, models averaged every five steps are local's.
+    assert same(first["ddp"][0], first["ssgd"][0])
+    assert same(first["accelerate_local"][1], first["local"][1])
+    assert same(first["asynlocal"][0], first["local"][0])
+
+
+def step(contender: str, repeat: int, seconds: float, ratio: float = 1.0, clock: str = "lab") -> dict[str, Any]:
+    return {"kind": "step", "contender": contender, "repeat": repeat, "seconds": seconds, "ratio": ratio, "clock": clock}
+
+
+def reached(contender: str, seed: int, seconds: float | None, ratio: float = 2.0) -> dict[str, Any]:
+    return {
+        "kind": "accuracy", "contender": contender, "seed": seed, "reached": seconds, "ratio": ratio, "clock": "lab",
+    }  # fmt: skip
+
+
+ROWS = [
+    # The limit before and after: 1.0 on the mean of the first repeat, 2.0 in the second, on a machine half as fast then.
+    step("none", 0, 0.9), step("ddp", 0, 3.0), step("cocod", 0, 1.1), step("none", 0, 1.1),
+    step("none", 1, 2.0), step("ddp", 1, 6.0), step("cocod", 1, 2.0), step("none", 1, 2.0),
+    step("none", 2, 1.0), step("ddp", 2, 3.3), step("cocod", 2, 1.05), step("none", 2, 1.0),
+    step("none", 0, 1.0, clock="emulated"), step("cocod", 0, 1.155, clock="emulated"),
+    reached("ddp", 0, 10.0), reached("ddp", 1, 12.0), reached("ddp", 2, None),
+    reached("cocod", 0, 5.0), reached("cocod", 1, 4.0), reached("cocod", 2, 4.0), reached("pipe", 0, None),
+]  # fmt: skip
+
+
+def test_figures_are_ratios_within_a_repeat() -> None:
+    seconds = results.step_seconds(ROWS, 1.0)
+    figure = results.ratio_of(seconds, "cocod", "none")
+    assert figure is not None
+    assert (round(figure.median, 6), figure.n) == (1.05, 3)
+    ddp = results.ratio_of(seconds, "ddp", "cocod")
+    assert ddp is not None
+    assert ddp.median == pytest.approx(3.0)
+    assert results.ratio_of(seconds, "pipe", "none") is None
+
+
+def test_times_to_accuracy_are_compared_seed_by_seed() -> None:
+    figure = results.accuracy_speedup(ROWS, 2.0, "ddp", "cocod")
+    assert figure is not None
+    assert (figure.median, figure.low, figure.high, figure.n) == (2.5, 2.25, 2.75, 2)
+    table = results.accuracy_table(ROWS).splitlines()
+    assert any(line.split()[:4] == ["torch", "DDP", "2", "of"] for line in table)
+    assert any(line.startswith("pipe") and "never" in line and "0 of 1" in line for line in table)
+
+
+def test_agreement_and_claims_are_printed() -> None:
+    assert any(line.split() == ["cocod", "1.100"] for line in results.agreement_table(ROWS).splitlines())
+    text = results.summary(ROWS, period=5)
+    assert "cocod's step / the limit, r_1 = 1" in text
+    assert "torch DDP's time to accuracy / cocod's, r_1 = 2" in text
+    assert "emulated link:" not in text
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + '{"kind": "st')
+    assert results.read_rows(path) == ROWS[:1]
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds no rows"):
+        results.read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["steps.contenders=[ddpp]"], r"steps.contenders=\['ddpp'\]: are not known; choose from none, ddp"),
+        (["steps.steps=7"], "steps.steps=7: must be a multiple of the period"),
+        (["steps.ratios=[0]"], r"steps.ratios=\[0.0\]: must be positive"),
+        (["accuracy.target=80"], r"accuracy.target=80.0: must be a share in \(0, 1\]"),
+        (["step.repeats=3"], "step"),
+        (["num_workers=1"], "num_workers=1: must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_settings(arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_configuration_in_the_repository_is_the_default() -> None:
+    assert load_settings(["configs/bench.yaml"]) == load_settings([])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("place", ["lab", "loopback"])
+def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
+    if place == "lab" and why_not() is not None:
+        pytest.skip(str(why_not()))
+    tiny = [
+        "steps.ratios=[1.0]", "steps.emulated_ratios=[1.0]", "steps.repeats=1", "steps.steps=5", "steps.batch_size=8",
+        "steps.contenders=[ddp,accelerate_local,local,cocod]", "accuracy.ratios=[1.0]", "accuracy.num_seeds=1",
+        "accuracy.contenders=[ddp,cocod]", "accuracy.target=0.2",
+    ]  # fmt: skip
+    prefix = [] if place == "lab" else ["--no-lab"]
+    done = command("cocod", "bench", "configs/bench.yaml", *tiny, *prefix, "--out", str(tmp_path), seconds=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "step_time.png").stat().st_size > 10_000
+    rows = results.read_rows(tmp_path / "rows.jsonl")
+    clocks = {row["clock"] for row in rows if row["kind"] == "step"}
+    learned = {row["contender"]: row["reached"] for row in rows if row["kind"] == "accuracy"}
+    if place == "lab":
+        assert clocks == {"lab", "emulated"}
+        assert learned.keys() == {"ddp", "cocod"}
+        assert "accelerate LocalSGD" in done.stdout
+    else:
+        assert clocks == {"emulated"}
+        assert learned.keys() == {"cocod"}, "only our own can be emulated"
+        assert "emulated link" in done.stdout
+    assert all(seconds is not None and seconds > 0 for seconds in learned.values())
+    assert json.loads((tmp_path / "machine.json").read_text())["cores"] >= 1
