@@ -45,7 +45,7 @@ from cocod_accel.nodes import Nodes
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 2
-_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "drift", "traffic")
+_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "drift", "traffic", "nodes")
 
 
 def attach(
@@ -88,8 +88,9 @@ def attach(
     if len(reports) > 1:
         router = subject.router
         assert router is not None
-        if router.channels is None or not all(report.has_channels for report in reports):
+        if not all(report.has_channels for report in reports):  # the same answer on every worker
             router.channels, router.channels_of = Channels.open(group, nodes.mates, nodes.peers), (subject.node,)
+        assert router.channels is not None
         channels = router.channels
     return Sync(subject, algorithm, channels, nodes, reports)
 
@@ -231,6 +232,7 @@ class Sync:
             "in_flight": self._method.state(),
             "drift": self._replica.drift_state(),
             "traffic": [traffic.counters() for traffic in self._traffics],
+            "nodes": self.nodes,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -244,6 +246,10 @@ class Sync:
         saved, attached = state["algorithm"], self._method.name
         if saved != attached:
             raise ValueError(f"the state was saved with {saved}, attached is {attached}; attach the same algorithm")
+        if state["nodes"] != self.nodes:  # workers of a node must hold equal parameters
+            raise ValueError(
+                f"the state was saved with nodes {state['nodes']}, here they are {self.nodes}; use the same inner"
+            )
         self._method.load_state(state["in_flight"])
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
@@ -297,6 +303,11 @@ class Sync:
         return len(self._weights)
 
     @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks that share a node, node by node."""
+        return [list(members) for members in self._nodes.members]
+
+    @property
     def weight(self) -> float:
         """This worker's M_i."""
         return self._weights[self.rank]
@@ -310,6 +321,11 @@ class Sync:
     def attempts(self) -> int:
         """Steps attempted since attach, or since the run that was resumed began."""
         return self._clock.attempts
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether this is inside ``averaged()``."""
+        return self._is_averaged
 
     @property
     def is_round_start(self) -> bool:
@@ -358,7 +374,7 @@ class Sync:
         """From now on collectives take what they would on ``link``; every worker calls this at the same point."""
         comm = self._replica.comm
         if isinstance(comm, TwoLevelComm):  # a node's own links are as fast as they are
-            comm.outer = _emulated(comm.outer, link)
+            self._replica.comm = comm.with_outer(_emulated(comm.outer, link))
         else:
             self._replica.comm = _emulated(comm, link)
 
@@ -402,7 +418,7 @@ class Sync:
     def _abandon(self) -> None:
         # Other workers may be anywhere: nothing may wait for them, and what is in flight stays behind on its group.
         if self._subject.router is not None:
-            self._subject.router.channels = None
+            self._subject.router.channels = self._subject.router.channels_of = None
         self.detach()
 
 
@@ -413,8 +429,8 @@ def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-        for _, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.dim() > 0
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
     ]
 
 

@@ -67,7 +67,8 @@ def is_stepped_by_scaler() -> bool:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), GradScaler):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, GradScaler) and caller.is_enabled():
             return True
         frame = frame.f_back
     return False

@@ -316,17 +316,7 @@ class Replica:
             local = FlatCopy(self.parameters, floating)
             local.load()
             if self.comm.size > 1 or self.node is not None:
-                mean = FlatCopy(self.parameters, floating)
-                for source, scaled in zip(local.buffers, mean.buffers, strict=True):
-                    torch.mul(source, self.weights.factor, out=scaled)
-                if self.node is not None:
-                    self.node.average_([segment.flat for segment in mean.segments if segment.is_extra])
-                # Not counted in the traffic: this is evaluation, and training time is what the counters explain.
-                self.comm.launch(mean.buffers).wait()
-                for buffer in mean.buffers:
-                    mean_(buffer, self.weights.total)
-                mean.store()
-                del mean
+                self._adopt_mean_of(local, floating)
         try:
             yield
         finally:
@@ -334,6 +324,19 @@ class Replica:
                 local.store()
                 for buffer, kept in zip(others, kept_others, strict=True):
                     buffer.copy_(kept)
+
+    def _adopt_mean_of(self, local: FlatCopy, floating: list[Tensor]) -> None:
+        """In a frame of its own, so that the mean's memory is free again while somebody evaluates."""
+        mean = FlatCopy(self.parameters, floating)
+        for source, scaled in zip(local.buffers, mean.buffers, strict=True):
+            torch.mul(source, self.weights.factor, out=scaled)
+        if self.node is not None:
+            self.node.average_([segment.flat for segment in mean.segments if segment.is_extra])
+        # Not counted in the traffic: this is evaluation, and training time is what the counters explain.
+        self.comm.launch(mean.buffers).wait()
+        for buffer in mean.buffers:
+            mean_(buffer, self.weights.total)
+        mean.store()
 
     def average_(self, flats: Sequence[Tensor]) -> None:
         """Every flat tensor <- its weighted mean over all workers, blocking."""

@@ -60,9 +60,12 @@ class Checkpoints:
         sync: what ``attach`` returned.
         accelerator: in accelerate loops; its own ``save_state`` and ``load_state`` then carry every worker's state too.
         keep: how many checkpoints to keep.
+        scaler: a GradScaler of the loop's own; an accelerator's is known.
     """
 
-    def __init__(self, folder: str | Path, sync: Sync, accelerator: Any = None, *, keep: int = 2) -> None:
+    def __init__(
+        self, folder: str | Path, sync: Sync, accelerator: Any = None, *, keep: int = 2, scaler: Any = None
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint; use at least 1")
         self.folder = Path(folder)
@@ -72,7 +75,7 @@ class Checkpoints:
         self._accelerator: Any = accelerator if self._subject.engine is None else None
         self._group = self._subject.group
         self._rank, self._num_workers = sync.rank, sync.num_workers
-        self._scaler: Any = getattr(accelerator, "scaler", None)
+        self._scaler: Any = scaler if scaler is not None else getattr(accelerator, "scaler", None)
         self._position: Any = None
         self._custom_objects: list[Any] = []
         if self._accelerator is not None:
@@ -125,6 +128,7 @@ class Checkpoints:
                 "version": _VERSION,
                 "algorithm": self._sync.algorithm,
                 "weights": [report.pop("weight") for report in reports],
+                "nodes": self._sync.nodes,
                 "files": files,
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -178,6 +182,7 @@ class Checkpoints:
             "custom": [thing.state_dict() for thing in self._custom_objects],
             "schedulers": [_packable(thing.state_dict()) for thing in getattr(self._accelerator, "_schedulers", [])],
             "sync": self._sync.state_dict(),
+            "num_workers": self._num_workers,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "engine": engine_state(self._subject.engine),
             "random": random_state(),
@@ -220,8 +225,8 @@ class Checkpoints:
         for candidate in candidates:
             checked, error = try_together(lambda c=candidate: self._check(c), self._group)  # type: ignore[misc]
             if error is None:
-                weights, position = checked[0]
-                is_exact = len(weights) == self._num_workers and (is_same is None or is_same(position))
+                weights, position, has_same_nodes = checked[0]
+                is_exact = has_same_nodes and (is_same is None or is_same(position))
                 return self._restore(candidate, weights, is_exact)
             problems.append(f"{candidate}: {error}")
             if self._rank == 0 and candidate != candidates[-1]:
@@ -237,8 +242,11 @@ class Checkpoints:
             return [given]
         return checkpoints_in(given) or checkpoints_in(given / "checkpoints") or [given]
 
-    def _check(self, path: Path) -> tuple[list[float], Any]:
-        """Worker 0 looks at the files that all need, each worker at its own. The saved weights and a position."""
+    def _check(self, path: Path) -> tuple[list[float], Any, bool]:
+        """Worker 0 looks at the files that all need, each worker at its own.
+
+        The saved weights, a position, and whether the same workers shared nodes.
+        """
         manifest = read_manifest(path)
         num_workers = len(manifest["weights"])
         own = {worker_file(self._rank)} if num_workers == self._num_workers else set(manifest["files"])
@@ -256,7 +264,7 @@ class Checkpoints:
         here = [type(optimizer).__name__ for optimizer in self._subject.optimizers]
         if tree["kinds"] != here:
             raise ValueError(f"was saved with {', '.join(tree['kinds'])}, this run has {', '.join(here)}")
-        return manifest["weights"], tree["position"]
+        return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
 
     def _restore(self, path: Path, weights: list[float], is_exact: bool) -> Resumed:
         if is_exact:
@@ -272,8 +280,6 @@ class Checkpoints:
             _, error = try_together(load, self._group)
             if error is not None:
                 raise CheckpointError(f"{path}: {error}")
-            if self._scaler is not None:
-                self._scaler.load_state_dict(self._loaded["scaler"])
             set_random_state(self._loaded["random"])
             return Resumed(path, self._loaded["position"], True, len(weights))
         tree = merged([path / worker_file(rank) for rank in range(len(weights))], weights)
@@ -287,7 +293,8 @@ class Checkpoints:
         self._load_model(tree)
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self._sync.load_state_dict({**tree["sync"], "in_flight": None, "round_start": tree["sync"]["attempts"]})
+        here = {"in_flight": None, "round_start": tree["sync"]["attempts"], "nodes": self._sync.nodes}
+        self._sync.load_state_dict({**tree["sync"], **here})
         return Resumed(path, tree["position"], False, len(weights))
 
     def _load_hook(self, models: list[nn.Module], folder: str) -> None:
@@ -309,6 +316,8 @@ class Checkpoints:
                 optimizer.load_state_dict(state)
         self._sync.load_state_dict(tree["sync"])
         load_engine_state(self._subject.engine, tree["engine"])
+        if self._scaler is not None and tree["scaler"] is not None:
+            self._scaler.load_state_dict(tree["scaler"])
         self._loaded = tree
 
     def _load_model(self, tree: Any) -> None:

@@ -64,7 +64,7 @@ class Subject:
             check_engine(engine, algorithm)
         optimizers = torch_optimizers(optimizer)
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        if algorithm.refuses_scaler and any(getattr(item, "scaler", None) is not None for item in given):
+        if algorithm.refuses_scaler and any(_is_scaled(item) for item in given):
             raise ValueError(algorithm.refuses_scaler)
         if ddp is None and engine is None and default_group() is not None:
             raise TypeError(
@@ -222,6 +222,11 @@ def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float]) 
             f"{type(algorithm).__name__} averages with equal weights, got {list(between.values)}; "
             "pass the same weight on every worker and a period in proportion to its speed"
         )
+
+
+def _is_scaled(optimizer: Any) -> bool:
+    scaler = getattr(optimizer, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | None) -> tuple[int, ...]:

@@ -136,9 +136,18 @@ class TwoLevelComm:
         self._place, self._num_mates = dist.get_rank(node), dist.get_world_size(node)
         self._last: _GatheredHandle | None = None
 
+    def with_outer(self, outer: Communicator) -> TwoLevelComm:
+        """The same node, and another way between nodes; this one stays as it is."""
+        changed = TwoLevelComm(outer, self._node)
+        changed._last = self._last
+        return changed
+
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         inner = self.outer.launch([part for tensor in tensors for part in self._parts(tensor)])
-        self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last)
+        # Kernels of two groups that start in another order on another device may wait for each other for ever: on devices
+        # shares are gathered where they are waited for.
+        in_passing = all(tensor.device.type == "cpu" for tensor in tensors)
+        self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last, in_passing)
         return self._last
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
@@ -166,13 +175,18 @@ class TwoLevelComm:
 class _GatheredHandle(Handle):
     """Complete when a node has gathered its shares, which it begins when this worker's own has been summed."""
 
-    def __init__(self, inner: Handle, gather: Callable[[], list[Any]], before: _GatheredHandle | None) -> None:
+    def __init__(
+        self, inner: Handle, gather: Callable[[], list[Any]], before: _GatheredHandle | None, in_passing: bool
+    ) -> None:
         super().__init__((), inner.num_bytes)
         self.start_seconds, self._end_seconds = inner.start_seconds, None
-        self._inner, self._gather, self._before = inner, gather, before
+        self._inner, self._before, self._in_passing = inner, before, in_passing
+        self._gather: Callable[[], list[Any]] | None = gather
         self._has_begun = False
 
     def poll(self) -> None:
+        if not self._in_passing and not self._has_begun:
+            return
         self._inner.poll()
         # Mates must gather in the same order, whichever sum each of them sees complete first.
         if self._before is not None and not self._before._has_begun:
@@ -186,6 +200,7 @@ class _GatheredHandle(Handle):
         self.poll()
         self._begin_in_order()
         super().wait()
+        self._works = ()
 
     def _begin_in_order(self) -> None:
         if not self._has_begun:
@@ -195,10 +210,11 @@ class _GatheredHandle(Handle):
             self._begin()
 
     def _begin(self) -> None:
-        if not self._has_begun:
+        if self._gather is not None:
             self._has_begun = True
             self._works = self._gather()
-            self._before = None  # or every sum of a run would be kept
+            # Or every sum of a run would be kept, and the tensors of the last one.
+            self._before = self._gather = None
 
 
 @dataclass(frozen=True)

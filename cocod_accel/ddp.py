@@ -103,7 +103,7 @@ class HookRouter:
     It holds the algorithm weakly: torch keeps the router as long as the model, and would so keep everything else.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, num_parameters: int | None = None) -> None:
         #: Process groups of this model's own, and the node they were opened for.
         self.channels: Channels | None = None
         self.channels_of: tuple[tuple[int, ...]] | None = None
@@ -111,6 +111,8 @@ class HookRouter:
         self._method: Callable[[], Algorithm | None] = _none
         self._stock = _StockMean(process_group)
         self._open: list[tuple[Bucket, Future[Tensor]]] = []
+        #: Of a static graph, in whose first backward DDP gives every bucket the index 0 and calls none the last.
+        self._num_parameters = num_parameters
 
     def take(self, method: Algorithm) -> None:
         self._method = weakref.ref(method)
@@ -129,19 +131,28 @@ class HookRouter:
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         flat = bucket.buffer()
         method = self._method() or self._stock
-        if bucket.index() == 0:
+        parameters = bucket.parameters()
+        if bucket.index() == 0 and (self._num_parameters is None or self._has_seen(parameters)):
             self._open = []  # in case the last backward raised half-way
         # On CUDA a future must know its device, so that whoever waits for it orders its stream after ours.
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
-        mine = Bucket(flat, bucket.gradients(), bucket.parameters())
+        mine = Bucket(flat, bucket.gradients(), parameters)
         self._open.append((mine, future))
         method.reduce(mine)
-        if bucket.is_last():
+        if self._is_last(bucket):
             opened, self._open = self._open, []
             method.complete([ready for ready, _ in opened])
             for ready, waiter in opened:
                 waiter.set_result(ready.flat)
         return future
+
+    def _has_seen(self, parameters: list[Tensor]) -> bool:
+        return any(known is parameters[0] for ready, _ in self._open for known in ready.parameters)
+
+    def _is_last(self, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
+        if self._num_parameters is None:
+            return bool(bucket.is_last())
+        return sum(len(ready.parameters) for ready, _ in self._open) == self._num_parameters
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HookRouter, ()  # a model may be copied or saved; process groups may not
@@ -175,7 +186,9 @@ def router_of(ddp: DistributedDataParallel) -> HookRouter:
         ):  # a copy of an attached model: end the local phase it has inherited
             del ddp.forward
             ddp.require_backward_grad_sync = True
-        router = HookRouter(ddp.process_group)
+        ignored = ignored_names(ddp)
+        reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        router = HookRouter(ddp.process_group, len(reduced) if ddp.static_graph else None)
         taken = RuntimeError(
             "this DDP model already has a communication hook, and torch allows one; "
             "attach to a fresh DistributedDataParallel without register_comm_hook"

@@ -21,9 +21,11 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from cocod_accel import packing
 from cocod_accel.algorithms import Algorithm, CoCoDSGD
 from cocod_accel.attach import Sync, attach
 from cocod_accel.checkpoint import CheckpointError, Checkpoints, worker_file
+from cocod_accel.comm import try_together
 from cocod_accel.rounds import PeriodLike
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,12 @@ class CoCoDCallback(TrainerCallback):
         self.sync: Sync | None = None
         self._resume_from: Path | None = None
         self._settle(trainer)
-        for name, around in (("train", self._train), ("evaluate", self._evaluate), ("save_model", self._save_model)):
+        for name, around in (
+            ("train", self._train),
+            ("evaluate", self._evaluate),
+            ("predict", self._evaluate),
+            ("save_model", self._save_model),
+        ):
             setattr(trainer, name, _around(getattr(trainer, name), around))
 
     # ---- events
@@ -70,6 +77,8 @@ class CoCoDCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         assert self._algorithm is not None
         trainer = self._trainer
+        if self.sync is not None:  # auto_find_batch_size begins anew after an error
+            self.sync.__exit__(RuntimeError, None, None)
         self.sync = attach(trainer.model_wrapped, trainer.optimizer, self._algorithm, weight=self._weight, inner=self._inner)
         if self._resume_from is not None:
             self._go_on(self.sync, self._resume_from)
@@ -102,7 +111,7 @@ class CoCoDCallback(TrainerCallback):
             raise
 
     def _evaluate(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if self.sync is None:
+        if self.sync is None or self.sync.is_averaged:  # with several data sets, evaluate calls itself
             return call(*args, **named)
         with self.sync.averaged():
             return call(*args, **named)
@@ -114,7 +123,7 @@ class CoCoDCallback(TrainerCallback):
             return call(output_dir, _internal_call, *args, **named)
         if not self._trainer.args.save_only_model:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            Checkpoints(output_dir, self.sync).write_worker(output_dir)
+            self._checkpoints(self.sync, output_dir).write_worker(output_dir)
         # Entering takes all workers, so everyone's state is there before the trainer writes what makes a checkpoint of it.
         with self.sync.averaged():
             return call(output_dir, _internal_call, *args, **named)
@@ -122,14 +131,35 @@ class CoCoDCallback(TrainerCallback):
     # ---- details
 
     def _go_on(self, sync: Sync, folder: Path) -> None:
-        saved = len(list(folder.glob(worker_file("*"))))
-        if saved == sync.num_workers:
-            Checkpoints(folder, sync).read_worker(folder)
-        elif saved == 0:
+        """From every worker's own state; what is wrong with one worker's is raised on all."""
+        checkpoints = self._checkpoints(sync, folder)
+        group, now = sync.subject.group, sync.num_workers
+
+        def look() -> tuple[int, int] | None:
+            path = folder / worker_file(sync.rank)
+            if not path.is_file():
+                return None
+            tree = packing.read(path)
+            return tree["num_workers"], tree["sync"]["attempts"]
+
+        found, error = try_together(look, group)
+        if error is not None:
+            raise CheckpointError(f"{folder}: {error}")
+        if found[0] is None:
             raise CheckpointError(f"{folder}: was not saved with CoCoDCallback; resume it without, or begin anew")
-        elif sync.rank == 0:
-            now = sync.num_workers
-            logger.warning("%s was saved by %d workers, now there are %d: all go on from the mean model", folder, saved, now)
+        saved, _ = found[0]
+        if saved != now:
+            if sync.rank == 0:
+                logger.warning("%s was saved by %d workers, now there are %d: all go on from the mean", folder, saved, now)
+            return
+        if len(set(found)) > 1:
+            raise CheckpointError(f"{folder}: holds workers' states of different steps; resume from another checkpoint")
+        _, error = try_together(lambda: checkpoints.read_worker(folder), group)
+        if error is not None:
+            raise CheckpointError(f"{folder}: {error}")
+
+    def _checkpoints(self, sync: Sync, folder: str | Path) -> Checkpoints:
+        return Checkpoints(folder, sync, scaler=getattr(self._trainer.accelerator, "scaler", None))
 
     def _settle(self, trainer: Trainer) -> None:
         """Set what would make workers meet in every step, and say so."""
@@ -137,13 +167,16 @@ class CoCoDCallback(TrainerCallback):
         if args.average_tokens_across_devices:
             args.average_tokens_across_devices = False
             self._say("average_tokens_across_devices=False: each worker scales its loss by its own tokens")
-        config = getattr(trainer.accelerator, "dataloader_config", None)
-        if (
-            isinstance(trainer.train_dataset, IterableDataset)
-            and config is not None
-            and config.dispatch_batches is not False
-        ):
-            config.dispatch_batches = False
+        if args.include_num_input_tokens_seen != "no":
+            args.include_num_input_tokens_seen = "no"
+            self._say("include_num_input_tokens_seen=no: tokens would be counted over all workers in every step")
+        handler = trainer.accelerator.ddp_handler
+        if self._inner is not None and handler is not None and handler.find_unused_parameters:
+            args.ddp_find_unused_parameters = handler.find_unused_parameters = False
+            self._say("ddp_find_unused_parameters=False: with nodes, all workers would be asked in every step")
+        loading = trainer.accelerator.dataloader_config
+        if isinstance(trainer.train_dataset, IterableDataset) and loading.dispatch_batches is not False:
+            loading.dispatch_batches = False
             self._say("dispatch_batches=False: each worker reads its own batches, instead of waiting for worker 0's")
 
     def _say(self, what: str) -> None:

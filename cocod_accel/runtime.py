@@ -6,6 +6,7 @@ do not know each other; :func:`start` compares what is there with what was meant
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -50,7 +51,9 @@ def without_launcher_arguments(arguments: list[str]) -> list[str]:
     rest = iter(arguments)
     for argument in rest:
         name, has_value, value = argument.partition("=")
-        if name in ("--local_rank", "--local-rank", "--deepspeed"):
+        if name == "--local-rank":  # what torch's own old launcher adds
+            continue
+        if name in ("--local_rank", "--deepspeed"):
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         elif name == "--deepspeed_config":
             file = value if has_value else next(rest, "")
@@ -149,18 +152,20 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
 
 def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
     """An Accelerator that makes DeepSpeed engines; with ``cpu=True`` accelerate would drop DeepSpeed in silence."""
+    _check_deepspeed_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
     if on_cpu:
         prepare_for_cpu()
     handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)]
     try:
         # Not accelerate's mixed precision: it would be DeepSpeed's own bf16 engine, which trains copies of the parameters.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers)
-    except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"DeepSpeed: {' '.join(str(error).split())}; pip install 'cocod-accel[deepspeed]'") from error
+    except (ImportError, ValueError) as error:
+        hint = "; pip install 'cocod-accel[deepspeed]'" if isinstance(error, ImportError) else ""
+        raise ConfigError(f"DeepSpeed: {' '.join(str(error).split())}{hint}") from error
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     is_on = {key: settings.get(key, {}).get("enabled") is True for key in ("fp16", "bf16")}
     try:
-        check_settings(accelerator.state.deepspeed_plugin.zero_stage, is_on["fp16"], is_on["bf16"])
+        check_settings(int(accelerator.state.deepspeed_plugin.zero_stage), is_on["fp16"], is_on["bf16"])
     except ValueError as error:
         raise ConfigError(f"DeepSpeed: {error}") from error
     if config.precision == "bf16":
@@ -179,6 +184,24 @@ def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
         )
     settings["train_micro_batch_size_per_gpu"], settings["train_batch_size"] = config.batch_size, "auto"
     return accelerator
+
+
+def _check_deepspeed_file(file: str) -> None:
+    """Refuse what is no DeepSpeed configuration, before DeepSpeed stumbles over it."""
+    if file == "none":
+        return
+    try:
+        tree = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: is no DeepSpeed configuration ({error}); see configs/deepspeed/stage0.json") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: must hold keys and values; see configs/deepspeed/stage0.json")
+    for key in ("zero_optimization", "fp16", "bf16", "torch_autocast"):
+        if key in tree and not isinstance(tree[key], dict):
+            raise ConfigError(f"{file}: {key}={tree[key]!r}: must hold keys and values; see configs/deepspeed/stage0.json")
+    stage = tree.get("zero_optimization", {}).get("stage", 0)
+    if isinstance(stage, bool) or not (isinstance(stage, int) or stage == "auto"):
+        raise ConfigError(f"{file}: zero_optimization.stage={stage!r}: must be a number; use 0")
 
 
 def _connect_after_restart(backend: str) -> None:

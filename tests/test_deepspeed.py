@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -18,7 +19,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from cocod_accel import ALGORITHMS, Checkpoints, CoCoDSGD, Sync, attach
+from cocod_accel import ALGORITHMS, Checkpoints, CoCoDSGD, Sync, attach, runtime
+from cocod_accel.config import ConfigError
 from cocod_accel.engine import check_settings, prepare_for_cpu
 from cocod_accel.report import read_summary
 from tests import loops
@@ -200,6 +202,23 @@ def test_deepspeeds_own_fp16_is_refused() -> None:
     """Not through an engine: DeepSpeed makes none with fp16 on CPUs."""
     with pytest.raises(ValueError, match=r"fp16\.enabled=true: .*torch_autocast"):
         check_settings(stage=0, fp16=True, bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no DeepSpeed configuration"),
+        ("[]", "must hold keys and values"),
+        ('{"bf16": true}', "bf16=True: must hold keys and values"),
+        ('{"zero_optimization": {"stage": "x"}}', "zero_optimization.stage='x': must be a number; use 0"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "deepspeed.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        runtime._check_deepspeed_file(str(file))
+    assert "\n" not in str(caught.value)
 
 
 def stopped_and_resumed(rank: int, folder: str, steps: int) -> Any:

@@ -356,6 +356,18 @@ def test_pipe_refuses_an_optimizer_that_was_prepared_with_a_scaler() -> None:
     assert outcome.error[:2] == ("ValueError", PipeSGD.refuses_scaler)
 
 
+def test_pipe_takes_a_scaler_that_is_switched_off() -> None:
+    model = loops.make_model()
+    (optimizer,) = plain(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with attach(model, optimizer, PipeSGD()) as sync:
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loops.loss_of(model, *loops.make_batch(0, step))).backward()
+            scaler.step(optimizer)
+        assert sync.attempts == 3
+
+
 def test_the_documented_table_is_this_matrix(request: pytest.FixtureRequest) -> None:
     from tests.feature_table import table
 

@@ -219,6 +219,53 @@ def test_another_number_of_workers_goes_on_from_the_mean(tmp_path: Path) -> None
     run_workers(1, other_workers, str(tmp_path), seconds=110)
 
 
+def with_several_data_sets(rank: int, folder: str) -> Any:
+    as_launched(rank)
+    from cocod_accel.hf import CoCoDCallback
+
+    trainer = make_trainer(folder, eval_strategy="steps", eval_steps=6, include_num_input_tokens_seen="all")
+    trainer.eval_dataset = {"a": make_data(6), "b": make_data(8)}
+    trainer.add_callback(CoCoDCallback(trainer, period=3))
+    trainer.train()
+    keys = {key for row in trainer.state.log_history for key in row if key.endswith("_loss")}
+    return keys, trainer.args.include_num_input_tokens_seen
+
+
+def test_several_evaluation_sets_and_no_counting_of_tokens(tmp_path: Path) -> None:
+    for keys, counting in run_workers(2, with_several_data_sets, str(tmp_path), seconds=110):
+        assert keys >= {"eval_a_loss", "eval_b_loss"}
+        assert counting == "no"
+
+
+def with_nodes(rank: int, folder: str) -> Any:
+    as_launched(rank)
+    from cocod_accel.hf import CoCoDCallback
+
+    inner, _ = torch.distributed.new_subgroups(2)
+    trainer = make_trainer(folder, dropout=0.0, max_steps=4)
+    trainer.add_callback(CoCoDCallback(trainer, period=2, inner=inner))
+    trainer.train()
+    return loops.snapshot(trainer.model)
+
+
+def test_a_trainer_on_two_nodes_of_two(tmp_path: Path) -> None:
+    results = run_workers(4, with_nodes, str(tmp_path), seconds=110)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("damage", "message"), [("stale", "states of different steps"), ("truncated", "rank 1: ")])
+def test_workers_states_that_do_not_belong_together_are_refused_on_all(damage: str, message: str, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    run_workers(2, train_with_callback, str(tmp_path), False, settings, seconds=110)
+    one, other = (tmp_path / f"checkpoint-{step}" / "worker_1.safetensors" for step in (2, 4))
+    other.write_bytes(one.read_bytes() if damage == "stale" else other.read_bytes()[:100])
+    for outcome in run_outcomes(2, train_with_callback, str(tmp_path), True, {**settings, "max_steps": 6}, seconds=110):
+        assert outcome.error is not None
+        assert outcome.error[0] == "CheckpointError"
+        assert message in outcome.error[1]
+
+
 def foreign_checkpoint(rank: int, folder: str) -> None:
     as_launched(rank)
     from cocod_accel.hf import CoCoDCallback

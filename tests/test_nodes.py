@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, PipeSGD, Sync, attach
-from cocod_accel.comm import Link
+from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, PipeSGD, Sync, attach
+from cocod_accel.comm import EmulatedLink, Link, TwoLevelComm
 from cocod_accel.nodes import Nodes
 from tests import loops, reference
 from tests.test_collectives import profiled, started_in
@@ -340,6 +341,101 @@ def test_an_emulated_link_between_nodes_changes_no_bit() -> None:
     for theirs, ours in zip(run_workers(4, emulated, False), run_workers(4, emulated, True), strict=True):
         assert theirs[1] == ours[1]
         assert all(torch.equal(a, b) for a, b in zip(theirs[0], ours[0], strict=True))
+
+
+def saved_flat(rank: int, folder: str, uses_nodes: bool) -> Any:
+    """Models that differ from worker to worker are saved without nodes, and gone on from with them."""
+    inner = node_group(rank) if uses_nodes else None
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["momentum"](model)
+    sync = attach(model, optimizer, CoCoDSGD(5), weight=rank + 1, inner=inner)
+    checkpoints = Checkpoints(folder, sync)
+    resumed = checkpoints.resume()
+    if resumed is None:
+        for step in range(3):
+            optimizer.zero_grad()
+            loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+            optimizer.step()
+        checkpoints.save(3)
+        return None, loops.snapshot(model)
+    return resumed.is_exact, loops.snapshot(model)
+
+
+def test_a_checkpoint_of_other_nodes_goes_on_from_the_mean(tmp_path: Path) -> None:
+    """Workers of a node must hold equal parameters, or averages would mix shares of different models."""
+    flat = run_workers(4, saved_flat, str(tmp_path), False)
+    shares = reference.shares([1, 2, 3, 4])
+    mean = [sum(w * row[1][i] for w, row in zip(shares, flat, strict=True)) for i in range(len(flat[0][1]))]
+    for is_exact, values in run_workers(4, saved_flat, str(tmp_path), True):
+        assert is_exact is False
+        for value, wanted in zip(values, mean, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-15)
+
+
+def state_of_other_nodes(rank: int) -> None:
+    def attached(inner: Any) -> Sync:
+        model = DistributedDataParallel(loops.make_model())
+        return attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(5), inner=inner)
+
+    state = attached(None).state_dict()
+    attached(node_group(rank)).load_state_dict(state)
+
+
+def test_a_state_of_other_nodes_is_refused() -> None:
+    for outcome in run_outcomes(4, state_of_other_nodes):
+        assert outcome.error is not None
+        assert "[[0, 1], [2, 3]]; use the same inner" in outcome.error[1]
+
+
+def emulated_once(rank: int) -> bool:
+    inner = node_group(rank)
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+    sync = attach(model, optimizer, CoCoDSGD(2), inner=inner)
+    sync.emulate_link(Link(latency_ms=5))
+    sync.finish()
+    sync.detach()
+    again = attach(model, optimizer, CoCoDSGD(2), inner=inner)
+    comm = again._replica.comm
+    assert isinstance(comm, TwoLevelComm)
+    return isinstance(comm.outer, EmulatedLink)
+
+
+def test_an_emulated_link_is_gone_after_detach() -> None:
+    assert run_workers(4, emulated_once) == [False] * 4
+
+
+class TwoKinds(nn.Module):
+    """Parameters of two dtypes: two buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(6, 5).double(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x)).float())
+        return out.double()
+
+
+def static_graph_of_two_kinds(rank: int, uses_nodes: bool) -> Any:
+    inner = dist.group.WORLD if uses_nodes else None
+    model = DistributedDataParallel(TwoKinds(), static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, loops.make_algorithm("cocod" if uses_nodes else "ssgd", 2), inner=inner)
+    for step in range(4):
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        optimizer.step()
+    sync.finish()
+    return loops.snapshot(model)
+
+
+@pytest.mark.parametrize("uses_nodes", [False, True])
+def test_a_static_graph_with_several_buckets(uses_nodes: bool) -> None:
+    """In its first backward DDP calls no bucket the last."""
+    first, second = run_workers(2, static_graph_of_two_kinds, uses_nodes, seconds=30)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import ALGORITHMS, SSGD, CoCoDSGD, LocalSGD, PipeSGD, attach
@@ -63,6 +64,34 @@ def test_every_step_equals_the_serial_reference(case: tuple[str, str, str], resu
     else:
         same = all(torch.equal(a, b) for a, b in zip(*states, strict=True))
         assert same == (policy == "average")
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions is one like any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = loops.make_model(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.scale * self.inner(x)
+        return out
+
+
+def scalar_parameter(rank: int) -> Any:
+    model = DistributedDataParallel(Scaled())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    attach(model, optimizer, LocalSGD(2, optimizer_state="average"))
+    for step in range(2):
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        optimizer.step()
+    return optimizer.state[model.module.scale]["momentum_buffer"].clone()
+
+
+def test_the_state_of_a_scalar_is_averaged_too() -> None:
+    first, second = run_workers(2, scalar_parameter)
+    assert torch.equal(first, second)
 
 
 def one_without_gradient(rank: int) -> None:

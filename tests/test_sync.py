@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -385,6 +386,24 @@ def two_optimizers(rank: int, reverse: bool) -> Any:
     assert isinstance(sync, Sync)
     assert sync.stats().rounds == 2
     return trace
+
+
+def one_leaves_by_an_exception(rank: int) -> Any:
+    model = DistributedDataParallel(loops.make_model())
+    optimizer = loops.OPTIMIZERS["sgd"](model)
+    if rank == 0:
+        with contextlib.suppress(KeyError), attach(model, optimizer, CoCoDSGD(2)):
+            raise KeyError("mine alone")
+    else:
+        attach(model, optimizer, CoCoDSGD(2)).detach()
+    sync = attach(model, optimizer, CoCoDSGD(2))
+    sync.finish()
+    return loops.snapshot(model)
+
+
+def test_after_an_exception_on_one_worker_all_may_attach_again() -> None:
+    first, second = run_workers(2, one_leaves_by_an_exception, seconds=30)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
