@@ -42,10 +42,11 @@ from cocod_accel.comm import (
 from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.engine import EngineRouter
 from cocod_accel.nodes import Nodes
+from cocod_accel.payload import CodedMean
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 2
-_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "drift", "traffic")
+_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "payload", "drift", "traffic")
 
 
 def attach(
@@ -89,7 +90,9 @@ def attach(
         router = subject.router
         assert router is not None
         if router.channels is None or not all(report.has_channels for report in reports):
-            router.channels, router.channels_of = Channels.open(group, nodes.mates, nodes.peers), (subject.node,)
+            exchanges = algorithm.payload != "fp32"
+            router.channels = Channels.open(group, nodes.mates, nodes.peers, exchanges=exchanges)
+            router.channels_of = subject.node, exchanges
         channels = router.channels
     return Sync(subject, algorithm, channels, nodes, reports)
 
@@ -100,8 +103,9 @@ class Stats:
 
     #: Rounds that have ended.
     rounds: int
-    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload. Where workers share nodes:
-    #: what it has sent to other nodes, N being the number of nodes and the payload this worker's share of the model.
+    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload (int8: scales included).
+    #: Where workers share nodes: what it has sent to other nodes, N being the number of nodes and the payload this
+    #: worker's share of the model.
     bytes: int
     #: Seconds the main thread was blocked by communication.
     exposed_seconds: float
@@ -141,6 +145,8 @@ class Sync:
         )
         if algorithm.optimizer_state == "average":
             self._replica.optimizer_tensors = lambda: state_tensors(subject.optimizers)
+        if algorithm.payload != "fp32":
+            self._replica.coded = CodedMean(algorithm.payload, channels.between.rank, channels.between.size)
         self._method = algorithm.bind(self._replica)
         self._clock = RoundClock(algorithm.period)
         self._is_attached = True
@@ -229,6 +235,7 @@ class Sync:
             "rounds": self._clock.rounds,
             "round_start": self._clock.start,
             "in_flight": self._method.state(),
+            "payload": self._replica.payload_state(),
             "drift": self._replica.drift_state(),
             "traffic": [traffic.counters() for traffic in self._traffics],
         }
@@ -244,6 +251,10 @@ class Sync:
         saved, attached = state["algorithm"], self._method.name
         if saved != attached:
             raise ValueError(f"the state was saved with {saved}, attached is {attached}; attach the same algorithm")
+        saved, attached = (state["payload"] or {}).get("name", self._method.payload), self._method.payload
+        if saved != attached:
+            raise ValueError(f"the state was saved with payload={saved}, attached is {attached}; attach with the same")
+        self._replica.load_payload_state(state["payload"])
         self._method.load_state(state["in_flight"])
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]

@@ -67,12 +67,17 @@ class FlatCopy:
                 key = tensor.device, payload_dtype(as_real(tensor).dtype)
                 blocks.setdefault(key, ([], []))[is_extra].append(tensor)
         self.buffers: list[Tensor] = []
+        #: The stretches of the buffers that stand for ``sources``, and for ``extras``; those that are not empty.
+        self.cores: list[Tensor] = []
+        self.tails: list[Tensor] = []
         self.segments: list[Segment] = []
         for (device, dtype), parts in blocks.items():
             sizes = [sum(as_real(tensor).numel() for tensor in part) for part in parts]
             buffer = torch.empty(sum(sizes), device=device, dtype=dtype)
             self.buffers.append(buffer)
             for is_extra, piece in enumerate(torch.split(buffer, sizes)):
+                if piece.numel():
+                    (self.tails if is_extra else self.cores).append(piece)
                 self.segments.extend(_cut(piece, parts[is_extra], bool(is_extra)))
 
     def load(self) -> None:

@@ -49,7 +49,11 @@ class Work:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         takes_period = kind.__init__ is Algorithm.__init__
         steps = [everybodys[rank] for everybodys in all_steps]
-        options = {"period": period_in_steps(by_epoch, steps), "optimizer_state": config.algorithm.optimizer_state}
+        options = {
+            "period": period_in_steps(by_epoch, steps),
+            "optimizer_state": config.algorithm.optimizer_state,
+            "payload": config.algorithm.payload,
+        }
         algorithm = kind(**options) if takes_period else kind()
         return cls(algorithm, plan, all_steps, rank)
 

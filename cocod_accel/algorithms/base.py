@@ -52,19 +52,26 @@ class Algorithm:
     refuses_scaler: ClassVar[str] = ""
     #: What may become of momentum and other optimizer state when a model is merged.
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset")
+    #: How models may travel in rounds.
+    payloads: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "int8")
 
     replica: Replica
 
-    def __init__(self, period: PeriodLike, *, optimizer_state: str = "keep") -> None:
+    def __init__(self, period: PeriodLike, *, optimizer_state: str = "keep", payload: str = "fp32") -> None:
         self.period = Period.parse(period)
         if optimizer_state not in self.optimizer_policies:
             rule = f"is not for {type(self).__name__}; choose from {', '.join(self.optimizer_policies)}"
             raise ValueError(f"optimizer_state={optimizer_state!r} {rule}")
+        if payload not in self.payloads:
+            rule = f"is not for {type(self).__name__}; choose from {', '.join(self.payloads)}"
+            raise ValueError(f"payload={payload!r} {rule}")
         self.optimizer_state = optimizer_state
+        self.payload = payload
 
     def __repr__(self) -> str:
-        policy = "" if self.optimizer_state == "keep" else f", optimizer_state={self.optimizer_state!r}"
-        return f"{type(self).__name__}(period={self.period}{policy})"
+        options = {"optimizer_state": (self.optimizer_state, "keep"), "payload": (self.payload, "fp32")}
+        stated = "".join(f", {name}={value!r}" for name, (value, usual) in options.items() if value != usual)
+        return f"{type(self).__name__}(period={self.period}{stated})"
 
     def bind(self, replica: Replica) -> Self:
         """A copy of this algorithm that works on ``replica``."""
@@ -74,6 +81,7 @@ class Algorithm:
 
     def start(self, equal: bool) -> None:
         """Training begins; ``equal`` tells whether all workers hold the same parameters."""
+        self.replica.begin(equal)
 
     def launch(self) -> None:
         """A round has ended: take in what was started one round ago, start what must travel now."""

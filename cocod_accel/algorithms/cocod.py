@@ -21,6 +21,7 @@ class CoCoDSGD(Algorithm):
     name: ClassVar[str] = "cocod"
 
     def start(self, equal: bool) -> None:
+        super().start(equal)
         if not equal:
             self.replica.launch()
 
