@@ -251,11 +251,9 @@ class Sync:
         saved, attached = state["algorithm"], self._method.name
         if saved != attached:
             raise ValueError(f"the state was saved with {saved}, attached is {attached}; attach the same algorithm")
-        saved, attached = (state["payload"] or {}).get("name", self._method.payload), self._method.payload
-        if saved != attached:
-            raise ValueError(f"the state was saved with payload={saved}, attached is {attached}; attach with the same")
-        self._replica.load_payload_state(state["payload"])
+        self._replica.check_payload_state(state["payload"])
         self._method.load_state(state["in_flight"])
+        self._replica.load_payload_state(state["payload"])
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
         self._replica.load_drift_state(state["drift"])

@@ -402,14 +402,27 @@ class Replica:
         self._in_flight = _InFlight(*self._pair, handle=None)
 
     def payload_state(self) -> dict[str, Any]:
-        """What coded averages go on from; nothing may be in flight that has not landed."""
-        return {"name": "fp32"} if self.coded is None else self.coded.state()
+        """What coded averages go on from; whatever is in flight has landed."""
+        if self.coded is None:
+            return {"name": "fp32"}
+        return {**self.coded.state(), "is_in_flight": self._in_flight is not None and self._in_flight.is_coded}
+
+    def check_payload_state(self, state: dict[str, Any] | None) -> None:
+        """Refuse what :meth:`load_payload_state` could not load, before anything is changed."""
+        attached = "fp32" if self.coded is None else self.coded.name
+        if state is not None and state["name"] != attached:
+            raise ValueError(
+                f"the state was saved with payload={state['name']}, attached is {attached}; attach with the same"
+            )
+        if state is not None and self.coded is not None:
+            self.coded.check_state(state, FlatCopy(self.parameters).cores)
 
     def load_payload_state(self, state: dict[str, Any] | None) -> None:
-        """None: of a run with other workers, so the next mean is sent in full."""
+        """After what is in flight has been loaded. None: of a run with other workers, so the next mean is sent in full."""
         if self.coded is not None:
-            self.land()
             self.coded.load(state, FlatCopy(self.parameters).cores)
+            if self._in_flight is not None and state is not None:
+                self._in_flight.is_coded = state["is_in_flight"]
 
     def ask_all(self) -> None:
         """Ask all workers now, blocking; for algorithms whose rounds send no models."""

@@ -239,20 +239,21 @@ class CodedMean:
             "owned_residuals": [buffer.owned_residual.clone() for buffer in kept],
         }
 
+    def check_state(self, state: dict[str, Any], like: Sequence[Tensor]) -> None:
+        """Refuse a state of other sizes; ``like``: flat buffers of this model."""
+        sizes = [[tensor.numel() for tensor in state[key]] for key in ("centres", "residuals", "owned_residuals")]
+        whole = [flat.numel() for flat in like]
+        expected = [whole, whole, [Layout(size, self._num_workers).chunk for size in whole]]
+        if any(sizes) and sizes != expected:
+            raise ValueError(f"the saved payload has {sizes} elements, this model {expected}; load a state of this run")
+
     @torch.no_grad()
     def load(self, state: dict[str, Any] | None, like: Sequence[Tensor]) -> None:
-        """Go on from :meth:`state`; None: the next mean is sent in full. ``like``: flat buffers of this model's sizes."""
-        rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        if state is not None:
-            rows = list(zip(state["centres"], state["residuals"], state["owned_residuals"], strict=True))
-        sizes = [tuple(tensor.numel() for tensor in row) for row in rows]
-        expected = [(flat.numel(), flat.numel(), Layout(flat.numel(), self._num_workers).chunk) for flat in like]
-        if rows and sizes != expected:
-            raise ValueError(f"the saved payload has {sizes} elements, this model {expected}; load a state of this model")
+        """Go on from :meth:`state`; None: the next mean is sent in full."""
         self.is_centred = False
-        if rows:
-            self.centre_on([centre.to(flat) for (centre, _, _), flat in zip(rows, like, strict=True)])
-            for buffer, (_, residual, owned) in zip(self._buffers, rows, strict=True):
+        if state is not None and state["centres"]:
+            self.centre_on([centre.to(flat) for centre, flat in zip(state["centres"], like, strict=True)])
+            for buffer, residual, owned in zip(self._buffers, state["residuals"], state["owned_residuals"], strict=True):
                 buffer.residual.copy_(residual)
                 buffer.owned_residual.copy_(owned)
 

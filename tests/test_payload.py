@@ -28,7 +28,9 @@ CODED = ("bf16", "int8")
 # ------------------------------------------------------------------------------------------- pure functions
 
 NUMBERS = (
-    st.floats(-1e30, 1e30, width=32) | st.floats(-1e-30, 1e-30, width=32) | st.sampled_from([0.0, TINY, 2.0**-149, 3e38])
+    st.floats(-(2.0**100), 2.0**100, width=32)
+    | st.floats(-(2.0**-100), 2.0**-100, width=32)
+    | st.sampled_from([0.0, TINY, 2.0**-149, 3e38])
 )
 BLOCKS = st.integers(1, 9).flatmap(
     lambda size: st.lists(st.lists(NUMBERS, min_size=size, max_size=size), min_size=1, max_size=4)
@@ -219,7 +221,7 @@ def begin(rank: int, algorithm: Any, model: nn.Module, optimizer: str = "momentu
 
 
 def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
-    dtype = next(model.parameters()).dtype
+    dtype = list(model.parameters())[-1].dtype
     optimizer.zero_grad()
     loops.loss_of(model, *loops.make_batch(rank, number, dtype=dtype)).backward()
     optimizer.step()
@@ -260,6 +262,7 @@ def all_rows(rank: int, rows: list[Any]) -> Any:
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 def test_every_step_equals_the_serial_reference(num_workers: int) -> None:
     rows = [row for row in ROWS if row[-1] == torch.float64 or num_workers == 2]
+    rows = rows[:: 2 if num_workers == 5 else 1]
     results = run_workers(num_workers, all_rows, rows)
     for index, row in enumerate(rows):
         name, codec, model_name, optimizer, weighting, period, dtype = row
@@ -323,10 +326,17 @@ def apart(rank: int, codec: str) -> Any:
     return trace, shown, common
 
 
-@pytest.mark.parametrize("codec", CODED)
-def test_different_starts_and_an_evaluation(codec: str) -> None:
+def all_apart(rank: int) -> Any:
+    return [apart(rank, codec) for codec in CODED]
+
+
+def test_different_starts_and_an_evaluation() -> None:
     """The first mean is sent in full; averaged() is exact, clears what is owed, and is where changes count from."""
-    results = run_workers(3, apart, codec)
+    for codec, *results in zip(CODED, *run_workers(3, all_apart), strict=True):
+        check_apart(codec, results)
+
+
+def check_apart(codec: str, results: Any) -> None:
     models = [loops.make_model() for _ in range(3)]
     with torch.no_grad():
         for rank, model in enumerate(models):
@@ -357,10 +367,18 @@ class Mixed(nn.Module):
         self.out = nn.Linear(7, 3)
         self.shift = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
         self.turn = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j]))
+        self.last = nn.Linear(3, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.out(self.norm(self.wide(x)).float()) + self.shift
-        return (y * self.turn).abs().double()
+        return self.last((y * self.turn).abs().double())  # type: ignore[no-any-return]
+
+
+MIXED = [("cocod", "int8"), ("cocod", "bf16"), ("local", "int8"), ("asynlocal", "bf16")]
+
+
+def all_mixed(rank: int) -> Any:
+    return [mixed(rank, name, codec) for name, codec in MIXED]
 
 
 def mixed(rank: int, name: str, codec: str) -> Any:
@@ -372,7 +390,8 @@ def mixed(rank: int, name: str, codec: str) -> Any:
             with torch.inference_mode():  # an evaluation of this worker's own model, in which a second stage may begin
                 model.module.eval()(loops.make_batch(rank, 99)[0])
             model.module.train()
-    local = [(p.detach().clone(), sync.attempts) for p in model.parameters()]
+    sync._method.drain()
+    local = loops.snapshot(model)
     sync.finish()
     finished = [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
     owed = any(bool(part.any()) for part in residuals(sync))
@@ -385,13 +404,20 @@ def mixed(rank: int, name: str, codec: str) -> Any:
     return local, finished, owed, loaded, loops.snapshot(model)
 
 
-@pytest.mark.parametrize(("name", "codec"), [("cocod", "int8"), ("cocod", "bf16"), ("local", "int8"), ("asynlocal", "bf16")])
-def test_finish_and_reweight_are_exact_whatever_the_model_is_made_of(name: str, codec: str) -> None:
-    results = run_workers(2, mixed, name, codec)
+def test_finish_and_reweight_are_exact_whatever_the_model_is_made_of() -> None:
+    for (name, _), *results in zip(MIXED, *run_workers(2, all_mixed), strict=True):
+        check_mixed(name, results)
+
+
+def check_mixed(name: str, results: Any) -> None:
+    w = [0.5, 0.5] if name == "asynlocal" else [1 / 3, 2 / 3]
     for _, finished, owed, loaded, last in results:
+        for index, pair in enumerate(zip(*(local for local, *_ in results), strict=True)):
+            rounding = 2.0**-8 if pair[0].dtype == torch.bfloat16 else 1e-6 if pair[0].dtype != torch.float64 else 1e-14
+            assert torch.allclose(finished[index], w[0] * pair[0] + w[1] * pair[1], rtol=rounding, atol=rounding / 10)
         assert all(torch.equal(a, b) for a, b in zip(finished, results[0][1], strict=True))
         assert not owed
-        assert [c.dtype for c in loaded] == [torch.float64, torch.float32]
+        assert [c.dtype for c in loaded] == [torch.float32, torch.float64]
         assert all(torch.equal(a, b) for a, b in zip(loaded, results[0][3], strict=True))
         if name != "asynlocal":
             assert all(torch.equal(a, b) for a, b in zip(last, results[0][4], strict=True))
@@ -429,20 +455,28 @@ def stopped(rank: int, folder: str, name: str, codec: str, at: int | None, by_ha
             assert resumed is not None
             assert resumed.is_exact
     sync.finish()
+    sync.detach()
     return [*trace, loops.snapshot(model)], sync.stats().bytes, sync.stats().rounds
 
 
-@pytest.mark.parametrize(
-    ("name", "codec", "at", "by_hand"),
-    [("cocod", "int8", 6, True), ("cocod", "int8", 8, False), ("cocod", "bf16", 7, False), ("local", "int8", 6, False)],
-)
-def test_a_stopped_run_goes_on_bit_for_bit(name: str, codec: str, at: int, by_hand: bool, tmp_path: Path) -> None:
-    whole = run_workers(3, stopped, str(tmp_path), name, codec, None, by_hand)
-    again = run_workers(3, stopped, str(tmp_path), name, codec, at, by_hand)
-    for (expected, *counts), (found, *other_counts) in zip(whole, again, strict=True):
-        assert counts == other_counts
-        for row, other in zip(expected, found, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
+STOPS = [("cocod", "int8", 6, True), ("cocod", "int8", 8, False), ("cocod", "bf16", 7, False), ("local", "int8", 6, False)]
+
+
+def all_stopped(rank: int, folder: str) -> Any:
+    return [
+        [stopped(rank, f"{folder}/{number}", name, codec, point, by_hand) for point in (None, at)]
+        for number, (name, codec, at, by_hand) in enumerate(STOPS)
+    ]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for number in range(len(STOPS)):
+        (tmp_path / str(number)).mkdir()
+    for worker in run_workers(3, all_stopped, str(tmp_path)):
+        for (expected, *counts), (found, *other_counts) in worker:
+            assert counts == other_counts
+            for row, other in zip(expected, found, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
 
 
 @pytest.mark.parametrize("point", [13, resume.EVALUATION])
@@ -472,22 +506,32 @@ def test_another_number_of_workers_goes_on_from_a_mean_sent_in_full(tmp_path: Pa
 # ------------------------------------------------------------------------------------------ bytes, time, learning
 
 
-def counted(rank: int, codec: str) -> int:
-    torch.manual_seed(0)
-    model, optimizer, sync = begin(rank, CoCoDSGD(1, payload=codec), nn.Sequential(nn.Linear(6, 9000), nn.Linear(9000, 3)))
-    for number in range(3):
-        step(model, optimizer, rank, number)
-    sync.state_dict()
-    return sync.stats().bytes  # type: ignore[no-any-return]
+def counted(rank: int) -> dict[str, int]:
+    sent = {}
+    for codec in ("fp32", *CODED):
+        torch.manual_seed(0)
+        model, optimizer, sync = begin(
+            rank, CoCoDSGD(1, payload=codec), nn.Sequential(nn.Linear(6, 9000), nn.Linear(9000, 3))
+        )
+        for number in range(3):
+            step(model, optimizer, rank, number)
+        sync.state_dict()
+        sent[codec] = sync.stats().bytes
+        sync.detach()
+    return sent
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_bytes_are_those_that_are_sent(num_workers: int) -> None:
-    sent = {codec: run_workers(num_workers, counted, codec)[0] for codec in ("fp32", *CODED)}
+    sent = run_workers(num_workers, counted)[0]
     size = 90_003
     assert sent["fp32"] == 2 * round(2 * (num_workers - 1) / num_workers * 4 * size)  # two rounds have been merged
     assert 0.25 <= sent["int8"] / sent["fp32"] <= 0.27
     assert sent["bf16"] / sent["fp32"] == pytest.approx(0.5, abs=0.01)
+
+
+def all_on_slow_link(rank: int) -> Any:
+    return [on_slow_link(rank, codec) for codec in ("fp32", "int8")]
 
 
 def on_slow_link(rank: int, codec: str) -> Any:
@@ -507,7 +551,7 @@ def on_slow_link(rank: int, codec: str) -> Any:
 
 
 def test_an_emulated_link_is_stretched_to_the_bytes_that_are_sent() -> None:
-    results = {codec: run_workers(2, on_slow_link, codec) for codec in ("fp32", "int8")}
+    results = dict(zip(("fp32", "int8"), zip(*run_workers(2, all_on_slow_link), strict=True), strict=True))
     for codec, workers in results.items():
         for length, num_bytes, saves, _ in workers:
             assert length >= num_bytes / 3 * 8 / 1e6, f"{codec}: three means were merged"
@@ -516,36 +560,43 @@ def test_an_emulated_link_is_stretched_to_the_bytes_that_are_sent() -> None:
     assert results["int8"][0][1] < 0.3 * results["fp32"][0][1]
 
 
-def learning(rank: int, codec: str, feedback: bool) -> float:
-    """Least squares in 40 dimensions of very different size; the loss of the last mean of the rounds, not of an exact one."""
-    generator = torch.Generator().manual_seed(5)
-    sizes = torch.logspace(0, -2.5, 40)
-    truth = torch.randn(40, 1, generator=generator)
-    inputs = torch.randn(64, 40, generator=generator) * sizes
-    mine = inputs[rank::2]
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(40, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    sync = attach(model, optimizer, LocalSGD(2, payload=codec))
-    for _ in range(400):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(mine), mine @ truth).backward()
-        optimizer.step()
-        coded = sync._replica.coded
-        if not feedback and coded is not None:
-            for buffer in coded._buffers:
-                buffer.residual.zero_()
-                buffer.owned_residual.zero_()
-    with torch.no_grad():
-        return float(nn.functional.mse_loss(model.module(inputs), inputs @ truth))
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(20))
+
+    def forward(self) -> Tensor:
+        return self.w * 1
+
+
+def learning(rank: int) -> list[float]:
+    """One coordinate is thrown about by noise; the others move by less than half a scale a round, all in one direction."""
+    truth, distances = torch.linspace(-1, 1, 20)[1:], []
+    for codec, feedback in (("fp32", True), ("int8", True), ("int8", False)):
+        model = DistributedDataParallel(Vector())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = attach(model, optimizer, LocalSGD(2, payload=codec))
+        for number in range(600):
+            optimizer.zero_grad()
+            w = model()
+            noise = 20.0 if number // 2 % 2 else -20.0
+            ((w[0] - noise) ** 2 + 0.03 * ((w[1:] - truth) ** 2).sum()).div(2).backward()
+            optimizer.step()
+            coded = sync._replica.coded
+            if not feedback and coded is not None:
+                for buffer in coded._buffers:
+                    buffer.residual.zero_()
+                    buffer.owned_residual.zero_()
+        distances.append(float((model.module.w.detach()[1:] - truth).norm() / truth.norm()))  # not of an exact mean
+        sync.detach()
+    return distances
 
 
 def test_int8_learns_what_fp32_learns_because_of_its_feedback() -> None:
-    full, coded, forgetful = (
-        run_workers(2, learning, codec, feedback)[0] for codec, feedback in (("fp32", True), ("int8", True), ("int8", False))
-    )
-    assert coded == pytest.approx(full, rel=0.02)
-    assert forgetful > 1.2 * full
+    full, coded, forgetful = run_workers(2, learning)[0]
+    assert full < 0.2
+    assert coded == pytest.approx(full, abs=0.02)
+    assert forgetful > 3 * full
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
@@ -570,26 +621,21 @@ def test_workers_must_agree() -> None:
 
 
 def refused(rank: int) -> list[str]:
-    messages = []
-    model = DistributedDataParallel(loops.make_model())
-    optimizer = loops.OPTIMIZERS["sgd"](model)
-    inner, _ = dist.new_subgroups(1)
-    for call in (
-        lambda: attach(model, optimizer, CoCoDSGD(2, payload="int8"), inner=inner),
-        lambda: attach(model, optimizer, CoCoDSGD(2, payload="int8")).load_state_dict(states["fp32"]),
-        lambda: attach(model, optimizer, CoCoDSGD(2, payload="bf16")).load_state_dict(states["short"]),
-    ):
-        states = {}
-        for codec in ("fp32", "bf16"):
-            with attach(model, optimizer, CoCoDSGD(2, payload=codec)) as sync:
-                states[codec] = sync.state_dict()
-        payload = states["bf16"]["payload"]
-        states["short"] = {**states["bf16"], "payload": {**payload, "centres": [payload["centres"][0][:-1]]}}
-        with pytest.raises(ValueError) as error:  # noqa: PT011
-            call()
-        messages.append(str(error.value))
+    def attached(codec: str, **options: Any) -> Sync:
         model = DistributedDataParallel(loops.make_model())
-        optimizer = loops.OPTIMIZERS["sgd"](model)
+        return attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(2, payload=codec), **options)
+
+    inner, _ = dist.new_subgroups(1)
+    plain, other = attached("fp32").state_dict(), attached("bf16").state_dict()
+    short = {**other, "payload": {**other["payload"], "centres": [other["payload"]["centres"][0][:-1]]}}
+    messages = []
+    with pytest.raises(ValueError, match="nodes") as error:
+        attached("int8", inner=inner)
+    messages.append(str(error.value))
+    for codec, state in (("int8", plain), ("bf16", short)):
+        with pytest.raises(ValueError, match="payload") as error:
+            attached(codec).load_state_dict(state)
+        messages.append(str(error.value))
     return messages
 
 
@@ -597,5 +643,5 @@ def test_nodes_and_the_states_of_other_payloads_are_refused() -> None:
     for nodes, other, short in run_workers(2, refused):
         assert nodes == 'payload="int8" is not sent between nodes; use payload="fp32", or leave inner out'
         assert other == "the state was saved with payload=fp32, attached is int8; attach with the same"
-        assert short.startswith("the saved payload has [(52, 53, 27)] elements, this model [(53, 53, 27)]")
+        assert short.startswith("the saved payload has [[52], [53], [27]] elements, this model [[53], [53], [27]]; ")
         assert all("\n" not in message for message in (nodes, other, short))
