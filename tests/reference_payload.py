@@ -113,7 +113,7 @@ def run(
     trace: Trace = [[] for _ in models]
 
     def exact() -> Tensor:
-        return sum((wi * flattened(m) for wi, m in zip(w, models, strict=True)), torch.zeros(()))  # type: ignore[return-value]
+        return sum((wi * flattened(m) for wi, m in zip(w, models, strict=True)), torch.zeros(()))
 
     means = CodedMean(codec, exact(), w)  # equal starts: the start; else the first mean, which is sent in full
     snapshots, mean_t = [flattened(m) for m in models], means.c
