@@ -46,7 +46,7 @@ class Codec:
             codes.copy_(blocks)
             seen.copy_(codes)
             return
-        scales.copy_(torch.linalg.vector_norm(blocks, math.inf, dim=-1))
+        scales.copy_(torch.amax(torch.abs(blocks, out=seen), dim=-1))  # ten times as fast as the norm, or as aminmax
         # Not below the normal numbers, where a scale itself would be rounded too coarsely; zeros are zeros with any scale.
         scales.div_(127).clamp_(min=_SMALLEST_SCALE)
         codes.copy_(torch.div(blocks, scales.unsqueeze(-1), out=seen).round_())
