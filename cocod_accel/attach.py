@@ -448,6 +448,11 @@ class _Watcher:
             self._method.launch()
             self._method.land()
             sync._reset_optimizers()
+        elif self._method.fragments > 1:
+            for part in sync._clock.parts_due(self._method.fragments):
+                if sync.guard is not None:
+                    sync.guard()
+                self._method.launch_part(part)
 
     def step_begins(self) -> None:
         if self._sync._is_averaged:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cocod_accel.comm import Communicator, Handle, exposed_and_hidden
-from cocod_accel.flat import FlatCopy, Segment
+from cocod_accel.flat import FlatCopy, Segment, as_real, balanced_cuts
 from cocod_accel.payload import CodedMean
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -213,6 +213,34 @@ class Replica:
         self.wishes: Wishes | None = None
         #: The same on every worker after the same round, once one of them has asked.
         self.agreed = Wishes()
+
+    def cut(self, num_parts: int) -> list[Replica]:
+        """This replica in even parts of consecutive whole parameters, each with an average in flight of its own."""
+        sizes = [as_real(parameter).numel() for parameter in self.parameters]
+        parts = []
+        for these in balanced_cuts(sizes, num_parts):
+            part = Replica(self.parameters[these], list, self.comm, self.weights, everyone=self.everyone, node=self.node)
+            part.traffic = self.traffic
+            parts.append(part)
+        return parts
+
+    def lead(self, part: Replica, *, with_wishes: bool) -> Replica:
+        """``part`` with all that may have been set here since the cut; one of the parts carries the wishes."""
+        part.comm, part.weights, part.agreed = self.comm, self.weights, self.agreed
+        part.wishes = self.wishes if with_wishes else None
+        return part
+
+    def take_drift(self, parts: Sequence[Replica]) -> None:
+        """The last merge of a model in parts is the last of each."""
+        self._drift = _Drift()
+        for part in parts:
+            self._drift.distances += part._drift.distances
+            self._drift.norms += part._drift.norms
+
+    def release(self) -> None:
+        """Give back the memory of what is not in flight."""
+        if self._in_flight is None:
+            self._pair = None
 
     @property
     def drift(self) -> float:

@@ -89,6 +89,12 @@ class Subject:
         _check_ownership(optimizers, named)
         ignored = ignored_names(ddp)
         kept = {name: parameter for name, parameter in named.items() if name not in ignored}
+        num_trainable = sum(parameter.requires_grad for parameter in kept.values())
+        if algorithm.fragments > max(1, num_trainable):
+            raise ValueError(
+                f"fragments={algorithm.fragments} is more than the model's {num_trainable} trainable parameters, which are "
+                f"not cut; use {max(1, num_trainable)} at most"
+            )
         return cls(
             model=model,
             module=module,
@@ -151,6 +157,7 @@ class Report:
     own_period: str = ""
     optimizer_state: str = ""
     payload: str = ""
+    fragments: int = 1
     has_channels: bool = False
 
     @classmethod
@@ -168,6 +175,7 @@ class Report:
             own_period=str(algorithm.period),
             optimizer_state=algorithm.optimizer_state,
             payload=algorithm.payload,
+            fragments=algorithm.fragments,
             has_channels=subject.router is not None
             and subject.router.channels_of == (subject.node, algorithm.payload != "fp32"),
         )
@@ -197,6 +205,7 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
             ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
             ("optimizer_state", "pass the same on every worker"),
             ("payload", "pass the same on every worker"),
+            ("fragments", "pass the same on every worker"),
         ):
             ours, theirs = getattr(first, what), getattr(other, what)
             if ours != theirs:

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.algorithms import ALGORITHMS, CoCoDSGD
 from cocod_accel.comm import Link
 from cocod_accel.rounds import Period
 from cocod_accel.sharding import check_speeds, plan_workers
@@ -70,6 +70,8 @@ class AlgorithmConfig:
     optimizer_state: str = "keep"
     #: How models travel in rounds (local, cocod, asynlocal): fp32, or bf16 or int8 of the change since the last mean.
     payload: str = "fp32"
+    #: Parts that a model is sent in, one after the other in a round of cocod; at most the shortest period.
+    fragments: int = 1
 
 
 @dataclass
@@ -454,6 +456,13 @@ def _validate_schedule(config: Config) -> None:
             str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs").replace("(200, 5)", "(10, 5)")
         )
         raise ConfigError(f"algorithm.{message}") from error
+    fragments = config.algorithm.fragments
+    if fragments != 1:
+        _require(config.algorithm.name == "cocod", "algorithm.fragments", fragments, "is only for cocod; use 1")
+        try:
+            CoCoDSGD(pairs, payload=config.algorithm.payload, fragments=fragments)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.{error}") from error
     for first, _ in pairs:
         _require(first < epochs, "algorithm.period", pairs, f"changes after the last epoch; schedule.epochs is {epochs}")
 

@@ -5,6 +5,7 @@ A model's tensors of any shape, dtype and memory format become one contiguous bu
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,17 @@ class Segment:
         if any(source.is_complex() for source in self.sources):
             return [as_real(source) for source in self.sources]
         return self.sources
+
+
+def balanced_cuts(sizes: Sequence[int], num_parts: int) -> list[slice]:
+    """Consecutive items in ``num_parts`` parts, none empty, each border as near to its place as whole items allow."""
+    sums = [0, *itertools.accumulate(sizes)]
+    borders = [0]
+    for part in range(1, num_parts):
+        possible = range(borders[-1] + 1, len(sizes) - (num_parts - part) + 1)
+        place = sums[-1] * part / num_parts
+        borders.append(min(possible, key=lambda index: abs(sums[index] - place)))
+    return [slice(first, last) for first, last in itertools.pairwise([*borders, len(sizes)])]
 
 
 class FlatCopy:
