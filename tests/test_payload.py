@@ -527,6 +527,12 @@ def test_bytes_are_those_that_are_sent(num_workers: int) -> None:
     size = 90_003
     assert sent["fp32"] == 2 * round(2 * (num_workers - 1) / num_workers * 4 * size)  # two rounds have been merged
     assert 0.25 <= sent["int8"] / sent["fp32"] <= 0.27
+    share = math.ceil(size / num_workers)
+    num_blocks = math.ceil(share / 256)
+    row = (
+        math.ceil((4 * num_blocks + num_blocks * math.ceil(share / num_blocks)) / 4) * 4
+    )  # scales and codes, in whole words
+    assert sent["int8"] == 2 * 2 * (num_workers - 1) * row
     assert sent["bf16"] / sent["fp32"] == pytest.approx(0.5, abs=0.01)
 
 
