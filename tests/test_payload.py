@@ -424,6 +424,26 @@ def check_mixed(name: str, results: Any) -> None:
         assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in finished)
 
 
+def one_round(rank: int) -> Any:
+    found = []
+    for codec in ("fp32", *CODED):
+        algorithm = LocalSGD(1, optimizer_state="average", payload=codec)
+        model, optimizer, sync = begin(rank, algorithm, Mixed(), "momentum", rank + 1)
+        step(model, optimizer, rank, 0)
+        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        found.append([value.clone() for value in (*model.buffers(), *state)])
+        sync.detach()
+    return found
+
+
+def test_statistics_and_optimizer_state_travel_in_full_beside_the_codes() -> None:
+    """After one step from a common start they are what they are without codes, to the bit."""
+    for plain, *coded in run_workers(2, one_round):
+        assert len(plain) > 8
+        for other in coded:
+            assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------- resuming
 
 
