@@ -26,7 +26,7 @@ lint: $(READY)
 
 # Every contender on slow links, for real; takes root for the network lab, and about 40 minutes of an idle machine.
 bench: $(READY)
-	$(BIN)/cocod bench configs/bench.yaml
+	$(BIN)/cocod bench configs/bench/links.yaml
 
 bench-core: $(READY)
 	$(BIN)/python -m benchmarks.core

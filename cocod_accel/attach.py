@@ -42,10 +42,11 @@ from cocod_accel.comm import (
 from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.engine import EngineRouter
 from cocod_accel.nodes import Nodes
+from cocod_accel.payload import CodedMean
 from cocod_accel.rounds import RoundClock
 
 _STATE_VERSION = 2
-_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "drift", "traffic", "nodes")
+_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "payload", "drift", "traffic", "nodes")
 
 
 def attach(
@@ -89,7 +90,9 @@ def attach(
         router = subject.router
         assert router is not None
         if not all(report.has_channels for report in reports):  # the same answer on every worker
-            router.channels, router.channels_of = Channels.open(group, nodes.mates, nodes.peers), (subject.node,)
+            exchanges = algorithm.payload != "fp32"
+            router.channels = Channels.open(group, nodes.mates, nodes.peers, exchanges=exchanges)
+            router.channels_of = subject.node, exchanges
         assert router.channels is not None
         channels = router.channels
     return Sync(subject, algorithm, channels, nodes, reports)
@@ -101,8 +104,9 @@ class Stats:
 
     #: Rounds that have ended.
     rounds: int
-    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload. Where workers share nodes:
-    #: what it has sent to other nodes, N being the number of nodes and the payload this worker's share of the model.
+    #: What this worker has sent, counted as a ring all-reduce: 2 (N - 1) / N of every payload (int8: scales included).
+    #: Where workers share nodes: what it has sent to other nodes, N being the number of nodes and the payload this
+    #: worker's share of the model.
     bytes: int
     #: Seconds the main thread was blocked by communication.
     exposed_seconds: float
@@ -142,6 +146,8 @@ class Sync:
         )
         if algorithm.optimizer_state == "average":
             self._replica.optimizer_tensors = lambda: state_tensors(subject.optimizers)
+        if algorithm.payload != "fp32":
+            self._replica.coded = CodedMean(algorithm.payload, channels.between.rank, channels.between.size)
         self._method = algorithm.bind(self._replica)
         self._clock = RoundClock(algorithm.period)
         self._is_attached = True
@@ -230,6 +236,7 @@ class Sync:
             "rounds": self._clock.rounds,
             "round_start": self._clock.start,
             "in_flight": self._method.state(),
+            "payload": self._replica.payload_state(),
             "drift": self._replica.drift_state(),
             "traffic": [traffic.counters() for traffic in self._traffics],
             "nodes": self.nodes,
@@ -250,7 +257,9 @@ class Sync:
             raise ValueError(
                 f"the state was saved with nodes {state['nodes']}, here they are {self.nodes}; use the same inner"
             )
+        self._replica.check_payload_state(state["payload"])
         self._method.load_state(state["in_flight"])
+        self._replica.load_payload_state(state["payload"])
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
         self._replica.load_drift_state(state["drift"])
@@ -455,6 +464,11 @@ class _Watcher:
             self._method.launch()
             self._method.land()
             sync._reset_optimizers()
+        elif self._method.fragments > 1:
+            for part in sync._clock.parts_due(self._method.fragments):
+                if sync.guard is not None:
+                    sync.guard()
+                self._method.launch_part(part)
 
     def step_begins(self) -> None:
         if self._sync._is_averaged:

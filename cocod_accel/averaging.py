@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cocod_accel.comm import Communicator, Handle, exposed_and_hidden
-from cocod_accel.flat import FlatCopy
+from cocod_accel.flat import FlatCopy, Segment, as_real, balanced_cuts
+from cocod_accel.payload import CodedMean
 
 # ---------------------------------------------------------------------------------------------- weights
 
@@ -47,7 +49,8 @@ class Weights:
     rank: int = 0
 
     @cached_property
-    def _reduced(self) -> tuple[float, ...]:
+    def factors(self) -> tuple[float, ...]:
+        """What each worker's tensors are multiplied by before the sum."""
         if len(set(self.values)) == 1:
             return (1.0,) * len(self.values)
         if all(float(value).is_integer() for value in self.values):
@@ -69,12 +72,12 @@ class Weights:
     @property
     def factor(self) -> float:
         """What this worker multiplies its tensors by before the sum."""
-        return self._reduced[self.rank]
+        return self.factors[self.rank]
 
     @property
     def total(self) -> float:
         """What the sum over all workers is divided by."""
-        return math.fsum(self._reduced)
+        return math.fsum(self.factors)
 
     def scale_gradient_(self, gradient: Tensor) -> Tensor:
         """g_i -> w_i g_i in place; with equal weights this is what stock DDP does, to the bit."""
@@ -168,7 +171,8 @@ class _InFlight:
     handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t
     drift: _Drift = field(default_factory=_Drift)  # of the landed average
     ballot: Tensor | None = None  # becomes the number of workers that ask to stop, and to save
-    ballot_handle: Handle | None = None  # where the ballot does not travel with the models
+    beside: list[Handle] = field(default_factory=list)  # of what does not travel with the models
+    is_coded: bool = False  # the parameters travel coded, and ``total`` becomes mean_t where they stand
 
 
 class Replica:
@@ -199,6 +203,8 @@ class Replica:
         self.weights = weights
         #: Optimizer state that is averaged by value wherever buffers are, except for evaluation; None: it stays local.
         self.optimizer_tensors: Callable[[], list[Tensor]] | None = None
+        #: How parameters travel in rounds; None: as they are.
+        self.coded: CodedMean | None = None
         self.traffic = Traffic()
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
@@ -207,6 +213,34 @@ class Replica:
         self.wishes: Wishes | None = None
         #: The same on every worker after the same round, once one of them has asked.
         self.agreed = Wishes()
+
+    def cut(self, num_parts: int) -> list[Replica]:
+        """This replica in even parts of consecutive whole parameters, each with an average in flight of its own."""
+        sizes = [as_real(parameter).numel() for parameter in self.parameters]
+        parts = []
+        for these in balanced_cuts(sizes, num_parts):
+            part = Replica(self.parameters[these], list, self.comm, self.weights, everyone=self.everyone, node=self.node)
+            part.traffic = self.traffic
+            parts.append(part)
+        return parts
+
+    def lead(self, part: Replica, *, with_wishes: bool) -> Replica:
+        """``part`` with all that may have been set here since the cut; one of the parts carries the wishes."""
+        part.comm, part.weights, part.agreed = self.comm, self.weights, self.agreed
+        part.wishes = self.wishes if with_wishes else None
+        return part
+
+    def take_drift(self, parts: Sequence[Replica]) -> None:
+        """The last merge of a model in parts is the last of each."""
+        self._drift = _Drift()
+        for part in parts:
+            self._drift.distances += part._drift.distances
+            self._drift.norms += part._drift.norms
+
+    def release(self) -> None:
+        """Give back the memory of what is not in flight."""
+        if self._in_flight is None:
+            self._pair = None
 
     @property
     def drift(self) -> float:
@@ -232,24 +266,41 @@ class Replica:
     # ---- the verbs of an algorithm
 
     @torch.no_grad()
-    def launch(self, *, with_buffers: bool = False) -> None:
-        """Keep x_t and start the sum of M_i x_t in the background."""
+    def begin(self, equal: bool) -> None:
+        """Training begins; ``equal``: all workers hold the same parameters, which is then the first common mean."""
+        if self.coded is not None and self.comm.size > 1 and equal:
+            start = FlatCopy(self.parameters)
+            start.load()
+            self.coded.centre_on(start.cores)
+
+    @torch.no_grad()
+    def launch(self, *, with_buffers: bool = False, exact: bool = False) -> None:
+        """Keep x_t and start the sum of M_i x_t in the background; ``exact``: in full, however rounds send it."""
         assert self._in_flight is None, "an average is already in flight"
         if self.comm.size == 1 and (self.node is None or not with_buffers):
             return
         snapshot, total = self._flat_pair(self._extras() if with_buffers else [])
+        coded = self.coded if self.coded is not None and self.coded.is_centred and not exact else None
         for local, scaled in zip(snapshot.segments, total.segments, strict=True):
             torch._foreach_copy_(local.views, local.tensors)
-            torch.mul(local.flat, self.weights.factor, out=scaled.flat)
+            if coded is None or local.is_extra:
+                torch.mul(local.flat, self.weights.factor, out=scaled.flat)
         if self.node is not None:
             self.node.average_([segment.flat for segment in total.segments if segment.is_extra])
-        ballot, ballot_handle = self._ballot(total.buffers[0].device), None
-        if (
-            ballot is not None and self.node is not None
-        ):  # mates send different shares of the models, and have wishes of their own
-            ballot_handle = self.everyone.launch([ballot])
-        together = total.buffers if ballot is None or ballot_handle is not None else [*total.buffers, ballot]
-        self._in_flight = _InFlight(snapshot, total, self.comm.launch(together), ballot=ballot, ballot_handle=ballot_handle)
+        ballot, beside = self._ballot(total.buffers[0].device), []
+        together = total.buffers if coded is None else total.tails
+        # Mates send different shares of the models, and have wishes of their own; and codes are no sums.
+        if ballot is not None and (self.node is not None or not together):
+            beside.append(self.everyone.launch([ballot]))
+        elif ballot is not None:
+            together = [*together, ballot]
+        if coded is None:
+            handle = self.comm.launch(together)
+        else:
+            if together:
+                beside.append(self.comm.launch(together))
+            handle = coded.launch(snapshot.cores, self.comm, self.weights.factors, self.weights.total)
+        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot, beside=beside, is_coded=coded is not None)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -275,12 +326,14 @@ class Replica:
         self._count_bytes(flight)
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
-            mean_(segment.flat, self.weights.total)
+            mean_(segment.flat, self._divisor(flight, segment))
             torch._foreach_copy_(segment.tensors, segment.views)
             if not segment.is_extra:
                 drift.norms.append(segment.flat.dot(segment.flat))
                 drift.distances.append(local.flat.sub_(segment.flat).square_().sum())
         self._drift = drift
+        if self.coded is not None and not flight.is_coded:
+            self.coded.centre_on(flight.total.cores)
 
     @torch.no_grad()
     def land(self) -> None:
@@ -290,10 +343,13 @@ class Replica:
             return
         self._arrive(flight, flight.handle)
         flight.handle = None
+        if self.coded is not None and not flight.is_coded:  # sent in full, so it is common to all workers
+            self.coded.centre_on([core / self.weights.total for core in flight.total.cores])
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
-            drift.norms.append(segment.flat.dot(segment.flat) / self.weights.total**2)
-            negated_delta_(segment.flat, local.flat, self.weights.total)
+            divisor = self._divisor(flight, segment)
+            drift.norms.append(segment.flat.dot(segment.flat) / divisor**2)
+            negated_delta_(segment.flat, local.flat, divisor)
             drift.distances.append(segment.flat.dot(segment.flat))
         flight.drift = drift
 
@@ -302,13 +358,15 @@ class Replica:
         """x <- the mean of all workers' models now, buffers too, blocking."""
         assert self._in_flight is None, "merge or adopt what is in flight first"
         self._pair = None  # room for the larger payload: two flat copies at a time are enough
-        self.launch(with_buffers=True)
+        self.launch(with_buffers=True, exact=True)
         self.adopt()
         self._pair = None
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Hold the mean of all workers' models, buffers too; afterwards the local state is back bit for bit."""
+        if self.coded is not None:
+            self.land()  # its mean begins at the common one, which is about to be replaced
         with torch.no_grad():
             floating = self._floating_buffers()
             others = [buffer for buffer in self.buffers() if not buffer.is_floating_point()]
@@ -337,6 +395,8 @@ class Replica:
         for buffer in mean.buffers:
             mean_(buffer, self.weights.total)
         mean.store()
+        if self.coded is not None:
+            self.coded.centre_on(mean.cores)
 
     def average_(self, flats: Sequence[Tensor]) -> None:
         """Every flat tensor <- its weighted mean over all workers, blocking."""
@@ -372,6 +432,29 @@ class Replica:
         self._pair = FlatCopy(self.parameters), loaded
         self._in_flight = _InFlight(*self._pair, handle=None)
 
+    def payload_state(self) -> dict[str, Any]:
+        """What coded averages go on from; whatever is in flight has landed."""
+        if self.coded is None:
+            return {"name": "fp32"}
+        return {**self.coded.state(), "is_in_flight": self._in_flight is not None and self._in_flight.is_coded}
+
+    def check_payload_state(self, state: dict[str, Any] | None) -> None:
+        """Refuse what :meth:`load_payload_state` could not load, before anything is changed."""
+        attached = "fp32" if self.coded is None else self.coded.name
+        if state is not None and state["name"] != attached:
+            raise ValueError(
+                f"the state was saved with payload={state['name']}, attached is {attached}; attach with the same"
+            )
+        if state is not None and self.coded is not None:
+            self.coded.check_state(state, FlatCopy(self.parameters).cores)
+
+    def load_payload_state(self, state: dict[str, Any] | None) -> None:
+        """After what is in flight has been loaded. None: of a run with other workers, so the next mean is sent in full."""
+        if self.coded is not None:
+            self.coded.load(state, FlatCopy(self.parameters).cores)
+            if self._in_flight is not None and state is not None:
+                self._in_flight.is_coded = state["is_in_flight"]
+
     def ask_all(self) -> None:
         """Ask all workers now, blocking; for algorithms whose rounds send no models."""
         ballot = self._ballot(self.parameters[0].device if self.parameters else torch.device("cpu"))
@@ -385,12 +468,20 @@ class Replica:
 
     def _count_bytes(self, flight: _InFlight) -> None:
         """When an average is taken in, not when it arrives: a state saved in between must not change a count."""
-        self.traffic.num_bytes += self.comm.sent_bytes(flight.total.buffers)
+        self.traffic.num_bytes += self.comm.sent_bytes(flight.total.tails if flight.is_coded else flight.total.buffers)
+        if flight.is_coded and self.coded is not None:
+            self.traffic.num_bytes += self.coded.sent_bytes(self.comm)
 
     def _arrive(self, flight: _InFlight, handle: Handle) -> None:
-        self.traffic.wait_for([handle] if flight.ballot_handle is None else [flight.ballot_handle, handle])
+        self.traffic.wait_for([*flight.beside, handle])
         if flight.ballot is not None:
             self._count(flight.ballot)
+        if flight.is_coded and self.coded is not None:
+            self.coded.take(flight.total.cores)
+
+    def _divisor(self, flight: _InFlight, segment: Segment) -> float:
+        """What turns ``total`` into the mean."""
+        return 1.0 if flight.is_coded and not segment.is_extra else self.weights.total
 
     def _ballot(self, device: torch.device) -> Tensor | None:
         if self.wishes is None:

@@ -293,8 +293,8 @@ class Checkpoints:
         self._load_model(tree)
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        here = {"in_flight": None, "round_start": tree["sync"]["attempts"], "nodes": self._sync.nodes}
-        self._sync.load_state_dict({**tree["sync"], **here})
+        fresh = {"in_flight": None, "payload": None, "round_start": tree["sync"]["attempts"], "nodes": self._sync.nodes}
+        self._sync.load_state_dict({**tree["sync"], **fresh})
         return Resumed(path, tree["position"], False, len(weights))
 
     def _load_hook(self, models: list[nn.Module], folder: str) -> None:

@@ -89,6 +89,12 @@ class Subject:
         _check_ownership(optimizers, named)
         ignored = ignored_names(ddp)
         kept = {name: parameter for name, parameter in named.items() if name not in ignored}
+        num_trainable = sum(parameter.requires_grad for parameter in kept.values())
+        if algorithm.fragments > max(1, num_trainable):
+            raise ValueError(
+                f"fragments={algorithm.fragments} is more than the model's {num_trainable} trainable parameters, which are "
+                f"not cut; use {max(1, num_trainable)} at most"
+            )
         return cls(
             model=model,
             module=module,
@@ -150,6 +156,8 @@ class Report:
     #: Of an algorithm that takes one per worker.
     own_period: str = ""
     optimizer_state: str = ""
+    payload: str = ""
+    fragments: int = 1
     has_channels: bool = False
 
     @classmethod
@@ -166,7 +174,10 @@ class Report:
             node=subject.node,
             own_period=str(algorithm.period),
             optimizer_state=algorithm.optimizer_state,
-            has_channels=subject.router is not None and subject.router.channels_of == (subject.node,),
+            payload=algorithm.payload,
+            fragments=algorithm.fragments,
+            has_channels=subject.router is not None
+            and subject.router.channels_of == (subject.node, algorithm.payload != "fp32"),
         )
 
 
@@ -193,6 +204,8 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
             ("algorithm", "pass the same algorithm on every worker"),
             ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
             ("optimizer_state", "pass the same on every worker"),
+            ("payload", "pass the same on every worker"),
+            ("fragments", "pass the same on every worker"),
         ):
             ours, theirs = getattr(first, what), getattr(other, what)
             if ours != theirs:
@@ -238,6 +251,8 @@ def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | No
             f"{type(algorithm).__name__} reduces gradients over all workers, so there is nothing to do between nodes; "
             "leave inner out, or use CoCoDSGD"
         )
+    if algorithm.payload != "fp32":
+        raise ValueError(f'payload="{algorithm.payload}" is not sent between nodes; use payload="fp32", or leave inner out')
     ranks = tuple(dist.get_process_group_ranks(inner))
     if ddp is not None:
         wrapped = tuple(dist.get_process_group_ranks(ddp.process_group))

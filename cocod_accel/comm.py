@@ -77,6 +77,18 @@ def exposed_and_hidden(spans: Sequence[tuple[float, float]], blocked_from: float
     return exposed, hidden
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes in two stages: a worker gets its row of everybody's, makes one row of them, and then all get all of those.
+
+    The tensors have a row per worker, and belong to the exchange until it has been waited for.
+    """
+
+    rows: Tensor  # row j goes to worker j; in the end it is what worker j has made
+    incoming: Tensor  # row j comes from worker j
+    combine: Callable[[], None]  # all of incoming -> this worker's of rows; runs on the main thread
+
+
 class Communicator(Protocol):
     """What averaging needs of a group of workers."""
 
@@ -89,6 +101,10 @@ class Communicator(Protocol):
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
         """What this worker sends for such a sum."""
+        ...
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        """Start both stages of all ``parts`` in the background; the second begins in passing, at a poll or at the wait."""
         ...
 
 
@@ -104,12 +120,18 @@ class SoloComm:
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
         return 0
 
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        raise AssertionError("a worker alone has nobody to exchange with")
+
 
 class TorchComm:
     """``torch.distributed`` on a process group that nobody else uses, so that no other order can mix in."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, gathers: Any = None) -> None:
         self.group = group
+        #: Where second stages are sent: workers begin them at different moments, between whatever else they send.
+        self._gathers = gathers
+        self._last: _GatheredHandle | None = None
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -119,6 +141,24 @@ class TorchComm:
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
         return ring_bytes(tensors, self.size)
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        assert self._gathers is not None, "opened without exchanges"
+        works = [dist.all_to_all_single(part.incoming, part.rows, group=self.group, async_op=True) for part in parts]
+        # N - 1 of N rows in either stage, as in a ring.
+        scattered = Handle(works, self.sent_bytes([part.rows for part in parts]))
+        in_passing = _may_gather_in_passing([part.rows for part in parts])
+        self._last = _GatheredHandle(scattered, lambda: self._gather(parts, scattered), self._last, in_passing)
+        return self._last
+
+    def _gather(self, parts: Sequence[Exchange], scattered: Handle) -> list[Any]:
+        scattered.wait()  # complete, but it may have failed
+        works = []
+        for part in parts:
+            part.combine()
+            whole, mine = part.rows.view(-1), part.rows[self.rank]
+            works.append(dist.all_gather_into_tensor(whole, mine, group=self._gathers, async_op=True))
+        return works
 
 
 class TwoLevelComm:
@@ -144,15 +184,16 @@ class TwoLevelComm:
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         inner = self.outer.launch([part for tensor in tensors for part in self._parts(tensor)])
-        # Kernels of two groups that start in another order on another device may wait for each other for ever: on devices
-        # shares are gathered where they are waited for.
-        in_passing = all(tensor.device.type == "cpu" for tensor in tensors)
+        in_passing = _may_gather_in_passing(tensors)
         self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last, in_passing)
         return self._last
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Between nodes. Inside its node the worker sends the rest of every tensor's share to its mates."""
         return self.outer.sent_bytes([part for tensor in tensors for part in self._parts(tensor)])
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        raise AssertionError("refused at attach")
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
         """What this worker sums: its share, and the few elements that cannot be shared out, which all of them sum."""
@@ -172,8 +213,16 @@ class TwoLevelComm:
         return works
 
 
+def _may_gather_in_passing(tensors: Sequence[Tensor]) -> bool:
+    """Not on devices, where kernels of two groups that start in another order elsewhere may wait for each other for ever.
+
+    There a second stage begins where it is waited for.
+    """
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
 class _GatheredHandle(Handle):
-    """Complete when a node has gathered its shares, which it begins when this worker's own has been summed."""
+    """Complete when shares have been gathered, which begins when this worker's own has been summed."""
 
     def __init__(
         self, inner: Handle, gather: Callable[[], list[Any]], before: _GatheredHandle | None, in_passing: bool
@@ -188,7 +237,7 @@ class _GatheredHandle(Handle):
         if not self._in_passing and not self._has_begun:
             return
         self._inner.poll()
-        # Mates must gather in the same order, whichever sum each of them sees complete first.
+        # Workers must gather in the same order, whichever sum each of them sees complete first.
         if self._before is not None and not self._before._has_begun:
             self._before.poll()
         if self._inner.is_complete and (self._before is None or self._before._has_begun):
@@ -252,12 +301,21 @@ class EmulatedLink:
         return self.inner.sent_bytes(tensors)
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
-        num_bytes = self.sent_bytes(tensors)
+        begin, joined = self._joining(tensors[0].device)
+        return self._stretched([self.inner.launch([*tensors, joined])], self.sent_bytes(tensors), begin, joined)
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        begin, joined = self._joining(parts[0].rows.device)
+        inner = [self.inner.launch([joined]), self.inner.exchange(parts)]
+        return self._stretched(inner, inner[1].num_bytes, begin, joined)
+
+    def _joining(self, device: torch.device) -> tuple[float, Tensor]:
         joined = torch.zeros(self.size, dtype=torch.float64)
         begin = time.perf_counter()
         joined[self.rank] = begin
-        joined = joined.to(tensors[0].device)
-        inner = self.inner.launch([*tensors, joined])
+        return begin, joined.to(device)
+
+    def _stretched(self, inner: Sequence[Handle], num_bytes: int, begin: float, joined: Tensor) -> Handle:
         self._last = _StretchedHandle(inner, num_bytes, self._link.seconds(num_bytes, self.size), joined, self._last)
         self._last.start_seconds = begin
         return self._last
@@ -267,7 +325,7 @@ class _StretchedHandle(Handle):
     """Complete when the real sum is, and not before its emulated transfer."""
 
     def __init__(
-        self, inner: Handle, num_bytes: int, seconds: float, joined: Tensor, before: _StretchedHandle | None
+        self, inner: Sequence[Handle], num_bytes: int, seconds: float, joined: Tensor, before: _StretchedHandle | None
     ) -> None:
         super().__init__((), num_bytes)
         self._end_seconds = None
@@ -289,13 +347,16 @@ class _StretchedHandle(Handle):
         time.sleep(max(0.0, due - time.perf_counter()))
 
     def _arrived(self) -> bool:
-        self._inner.poll()
-        return self._inner.is_complete and (self._before is None or self._before._arrived())
+        for handle in self._inner:
+            handle.poll()
+        is_complete = all(handle.is_complete for handle in self._inner)
+        return is_complete and (self._before is None or self._before._arrived())
 
     def _due_seconds(self) -> float:
         """When the emulated transfer ends; the same on every worker."""
         if self._due is None:
-            self._inner.wait()
+            for handle in self._inner:
+                handle.wait()
             begin = float(self._joined.max())
             if self._before is not None:
                 begin = max(begin, self._before._due_seconds())
@@ -316,9 +377,9 @@ class Channels:
     everyone: Communicator
 
     @classmethod
-    def open(cls, group: Any, mates: Sequence[int], peers: Sequence[int]) -> Channels:
+    def open(cls, group: Any, mates: Sequence[int], peers: Sequence[int], *, exchanges: bool = False) -> Channels:
         """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this."""
-        everyone = TorchComm(private_group(group))
+        everyone = TorchComm(private_group(group), private_group(group) if exchanges else None)
         if len(mates) == 1:
             return cls(everyone, None, everyone)
         inside, gathers = (private_group(group, mates) for _ in range(2))

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.algorithms import ALGORITHMS, CoCoDSGD
 from cocod_accel.comm import Link
 from cocod_accel.rounds import Period
 from cocod_accel.sharding import check_speeds, plan_workers
@@ -68,6 +68,10 @@ class AlgorithmConfig:
     period: Any = 5
     #: What becomes of momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
+    #: How models travel in rounds (local, cocod, asynlocal): fp32, or bf16 or int8 of the change since the last mean.
+    payload: str = "fp32"
+    #: Parts that a model is sent in, one after the other in a round of cocod; at most the shortest period.
+    fragments: int = 1
 
 
 @dataclass
@@ -411,11 +415,12 @@ def validate(config: Config) -> None:
         near = difflib.get_close_matches(text, choices, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
         _require(text in choices, key, text, f"is not known; {hint}")
-    policies = list(ALGORITHMS[config.algorithm.name].optimizer_policies)
-    rule = f"is not for {config.algorithm.name}; choose from {', '.join(policies)}"
-    _require(
-        config.algorithm.optimizer_state in policies, "algorithm.optimizer_state", config.algorithm.optimizer_state, rule
-    )
+    kind = ALGORITHMS[config.algorithm.name]
+    for key, text, allowed in (
+        ("algorithm.optimizer_state", config.algorithm.optimizer_state, kind.optimizer_policies),
+        ("algorithm.payload", config.algorithm.payload, kind.payloads),
+    ):
+        _require(text in allowed, key, text, f"is not for {config.algorithm.name}; choose from {', '.join(allowed)}")
     _validate_schedule(config)
     _validate_cluster(config)
     _validate_nodes(config)
@@ -451,6 +456,13 @@ def _validate_schedule(config: Config) -> None:
             str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs").replace("(200, 5)", "(10, 5)")
         )
         raise ConfigError(f"algorithm.{message}") from error
+    fragments = config.algorithm.fragments
+    if fragments != 1:
+        _require(config.algorithm.name == "cocod", "algorithm.fragments", fragments, "is only for cocod; use 1")
+        try:
+            CoCoDSGD(pairs, payload=config.algorithm.payload, fragments=fragments)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.{error}") from error
     for first, _ in pairs:
         _require(first < epochs, "algorithm.period", pairs, f"changes after the last epoch; schedule.epochs is {epochs}")
 
@@ -510,6 +522,8 @@ def _validate_nodes(config: Config) -> None:
     _require(
         not ALGORITHMS[name].reduces_gradients, key, size, f"is not for {name}, which sums gradients over all workers; use 1"
     )
+    payload = config.algorithm.payload
+    _require(payload == "fp32", "algorithm.payload", payload, f"is not sent between nodes ({key}={size}); use fp32")
     if not ALGORITHMS[name].same_period:
         speeds = [] if cluster.speeds == MEASURE else config.speeds
         uneven = cluster.speeds == MEASURE or any(speed != speeds[i - i % size] for i, speed in enumerate(speeds))

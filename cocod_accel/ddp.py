@@ -106,7 +106,7 @@ class HookRouter:
     def __init__(self, process_group: Any = None, num_parameters: int | None = None) -> None:
         #: Process groups of this model's own, and the node they were opened for.
         self.channels: Channels | None = None
-        self.channels_of: tuple[tuple[int, ...]] | None = None
+        self.channels_of: tuple[tuple[int, ...], bool] | None = None
         self.barrier: Any = None
         self._method: Callable[[], Algorithm | None] = _none
         self._stock = _StockMean(process_group)

@@ -73,7 +73,7 @@ class EngineRouter:
     def __init__(self, engine: Any) -> None:
         #: Process groups of this model's own, and the node they were opened for.
         self.channels: Channels | None = None
-        self.channels_of: tuple[tuple[int, ...]] | None = None
+        self.channels_of: tuple[tuple[int, ...], bool] | None = None
         self._engine = engine
         self._was_on = bool(engine.enable_backward_allreduce)
         #: The largest norm of a gradient; 0: any.

@@ -5,6 +5,7 @@ A model's tensors of any shape, dtype and memory format become one contiguous bu
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,17 @@ class Segment:
         return self.sources
 
 
+def balanced_cuts(sizes: Sequence[int], num_parts: int) -> list[slice]:
+    """Consecutive items in ``num_parts`` parts, none empty, each border as near to its place as whole items allow."""
+    sums = [0, *itertools.accumulate(sizes)]
+    borders = [0]
+    for part in range(1, num_parts):
+        possible = range(borders[-1] + 1, len(sizes) - (num_parts - part) + 1)
+        place = sums[-1] * part / num_parts
+        borders.append(min(possible, key=lambda index: abs(sums[index] - place)))
+    return [slice(first, last) for first, last in itertools.pairwise([*borders, len(sizes)])]
+
+
 class FlatCopy:
     """One flat copy of a list of tensors: a contiguous buffer per device and payload dtype.
 
@@ -67,12 +79,17 @@ class FlatCopy:
                 key = tensor.device, payload_dtype(as_real(tensor).dtype)
                 blocks.setdefault(key, ([], []))[is_extra].append(tensor)
         self.buffers: list[Tensor] = []
+        #: The stretches of the buffers that stand for ``sources``, and for ``extras``; those that are not empty.
+        self.cores: list[Tensor] = []
+        self.tails: list[Tensor] = []
         self.segments: list[Segment] = []
         for (device, dtype), parts in blocks.items():
             sizes = [sum(as_real(tensor).numel() for tensor in part) for part in parts]
             buffer = torch.empty(sum(sizes), device=device, dtype=dtype)
             self.buffers.append(buffer)
             for is_extra, piece in enumerate(torch.split(buffer, sizes)):
+                if piece.numel():
+                    (self.tails if is_extra else self.cores).append(piece)
                 self.segments.extend(_cut(piece, parts[is_extra], bool(is_extra)))
 
     def load(self) -> None:

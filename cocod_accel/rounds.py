@@ -57,6 +57,22 @@ class Period:
         return str([list(pair) for pair in self.schedule])
 
 
+def check_fragments(fragments: object, period: Period) -> int:
+    """How many parts a payload is sent in: at most one a step, in the shortest round too."""
+    if not _is_int(fragments):
+        raise TypeError(f"fragments={fragments!r} is not an int; use fragments=1 to send a model at once")
+    assert isinstance(fragments, int)
+    shortest = min(steps for _, steps in period.schedule)
+    if not 1 <= fragments <= shortest:
+        raise ValueError(f"fragments={fragments} must be from 1 to {shortest}, the shortest period; use {shortest} at most")
+    return fragments
+
+
+def fragment_offsets(period: int, fragments: int) -> list[int]:
+    """After how many steps of a round each part of a payload has its turn: part p after floor(p * period / fragments)."""
+    return [part * period // fragments for part in range(fragments)]
+
+
 class RoundClock:
     """Counts attempted steps and says which of them ends a round."""
 
@@ -78,6 +94,11 @@ class RoundClock:
         self.rounds += 1
         self.start = self.attempts
         return True
+
+    def parts_due(self, fragments: int) -> list[int]:
+        """The parts of a payload whose turn is after the step that was last counted."""
+        offsets = fragment_offsets(self.period.at(self.start), fragments)
+        return [part for part, offset in enumerate(offsets) if offset == self.attempts - self.start]
 
     def restart(self) -> None:
         """Start a round here, whatever is left of the one under way."""

@@ -47,10 +47,15 @@ class Work:
             raise ConfigError(f"{key}: {error}") from error
         if own_period:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
-        takes_period = kind.__init__ is Algorithm.__init__
         steps = [everybodys[rank] for everybodys in all_steps]
-        options = {"period": period_in_steps(by_epoch, steps), "optimizer_state": config.algorithm.optimizer_state}
-        algorithm = kind(**options) if takes_period else kind()
+        options: dict[str, Any] = {
+            "period": period_in_steps(by_epoch, steps),
+            "optimizer_state": config.algorithm.optimizer_state,
+            "payload": config.algorithm.payload,
+        }
+        if config.algorithm.fragments > 1:
+            options["fragments"] = config.algorithm.fragments
+        algorithm = kind() if kind.reduces_gradients else kind(**options)
         return cls(algorithm, plan, all_steps, rank)
 
     @property

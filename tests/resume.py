@@ -47,6 +47,7 @@ class Case:
     is_kill: bool
     num_workers: int = 2
     workers_per_replica: int = 1
+    payload: str = "fp32"
 
     @property
     def setting(self) -> list[str]:
@@ -59,6 +60,7 @@ class Case:
             workers,
             f"cluster.workers_per_replica={self.workers_per_replica}",
             f"algorithm.name={self.algorithm}",
+            f"algorithm.payload={self.payload}",
             speeds,
             f"cluster.proportional={str(sampling).lower()}",
             *options,
@@ -138,7 +140,7 @@ def _baselines() -> Path:
 def baseline(case: Case) -> Path:
     output = _baselines()
     n = case.num_workers
-    parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica]
+    parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica, case.payload]
     name = "-".join(["undisturbed", *map(str, parts)])
     if not (output / name / "summary.json").is_file():
         assert run_workers(n, worker, arguments(case, output, name), seconds=100) == [0] * n

@@ -138,7 +138,7 @@ def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None
 
 
 def test_the_configuration_in_the_repository_is_the_default() -> None:
-    assert load_settings(["configs/bench.yaml"]) == load_settings([])
+    assert load_settings(["configs/bench/links.yaml"]) == load_settings([])
 
 
 @pytest.mark.timeout(240)
@@ -152,7 +152,7 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
         "accuracy.contenders=[ddp,cocod]", "accuracy.target=0.2",
     ]  # fmt: skip
     prefix = [] if place == "lab" else ["--no-lab"]
-    done = command("cocod", "bench", "configs/bench.yaml", *tiny, *prefix, "--out", str(tmp_path), seconds=200)
+    done = command("cocod", "bench", "configs/bench/links.yaml", *tiny, *prefix, "--out", str(tmp_path), seconds=200)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "step_time.png").stat().st_size > 10_000
     rows = results.read_rows(tmp_path / "rows.jsonl")

@@ -98,6 +98,21 @@ MISTAKES: list[tuple[str, str]] = [
     ("cluster.workers_per_replica=2 + algorithm.name=pipe", "is not for pipe"),
     ("cluster.workers_per_replica=2 + algorithm.name=asynlocal + cluster.speeds=[1,2]", "equal inside every node"),
     ("algorithm.optimizer_state=average", "algorithm.optimizer_state=average: is not for cocod; choose from keep, reset"),
+    (
+        "algorithm.fragments=6 + algorithm.period=5",
+        "algorithm.fragments=6 must be from 1 to 5, the shortest period; use 5 at most",
+    ),
+    ("algorithm.fragments=2 + algorithm.name=local", "algorithm.fragments=2: is only for cocod; use 1"),
+    (
+        "algorithm.fragments=2 + algorithm.period=5 + algorithm.payload=int8",
+        'algorithm.fragments=2 does not go with payload="int8"',
+    ),
+    ("algorithm.payload=int4", "algorithm.payload=int4: is not for cocod; choose from fp32, bf16, int8"),
+    ("algorithm.payload=int8 + algorithm.name=pipe", "algorithm.payload=int8: is not for pipe; choose from fp32"),
+    (
+        "algorithm.payload=int8 + cluster.workers_per_replica=2",
+        "algorithm.payload=int8: is not sent between nodes (cluster.workers_per_replica=2); use fp32",
+    ),
     ("algorithm.optimizer_state=reset + algorithm.name=ssgd", "is not for ssgd; choose from keep"),
     # wrong types
     ("seed=one", "seed"),

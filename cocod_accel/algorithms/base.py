@@ -11,6 +11,8 @@ A driver calls, for one worker:
         at a round end:
             method.launch()               # take in what was started one round ago, start what must travel now
             method.land()                 # complete what must be complete before the next step
+        inside a round, where a part of the payload has its turn (``RoundClock.parts_due``, if ``fragments`` > 1):
+            method.launch_part(part)
     method.drain()                        # merge or drop what is still in flight
 
 Launch and land are separate calls so that a driver of several workers can launch all before landing any. An
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -52,19 +54,32 @@ class Algorithm:
     refuses_scaler: ClassVar[str] = ""
     #: What may become of momentum and other optimizer state when a model is merged.
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset")
+    #: How models may travel in rounds.
+    payloads: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "int8")
 
     replica: Replica
+    #: Parts that a payload is sent in, one after the other in a round.
+    fragments: int = 1
 
-    def __init__(self, period: PeriodLike, *, optimizer_state: str = "keep") -> None:
+    def __init__(self, period: PeriodLike, *, optimizer_state: str = "keep", payload: str = "fp32") -> None:
         self.period = Period.parse(period)
         if optimizer_state not in self.optimizer_policies:
             rule = f"is not for {type(self).__name__}; choose from {', '.join(self.optimizer_policies)}"
             raise ValueError(f"optimizer_state={optimizer_state!r} {rule}")
+        if payload not in self.payloads:
+            rule = f"is not for {type(self).__name__}; choose from {', '.join(self.payloads)}"
+            raise ValueError(f"payload={payload!r} {rule}")
         self.optimizer_state = optimizer_state
+        self.payload = payload
 
     def __repr__(self) -> str:
-        policy = "" if self.optimizer_state == "keep" else f", optimizer_state={self.optimizer_state!r}"
-        return f"{type(self).__name__}(period={self.period}{policy})"
+        options = {
+            "optimizer_state": (self.optimizer_state, "keep"),
+            "payload": (self.payload, "fp32"),
+            "fragments": (self.fragments, 1),
+        }
+        stated = "".join(f", {name}={value!r}" for name, (value, usual) in options.items() if value != usual)
+        return f"{type(self).__name__}(period={self.period}{stated})"
 
     def bind(self, replica: Replica) -> Self:
         """A copy of this algorithm that works on ``replica``."""
@@ -74,9 +89,13 @@ class Algorithm:
 
     def start(self, equal: bool) -> None:
         """Training begins; ``equal`` tells whether all workers hold the same parameters."""
+        self.replica.begin(equal)
 
     def launch(self) -> None:
         """A round has ended: take in what was started one round ago, start what must travel now."""
+
+    def launch_part(self, part: int) -> None:
+        """It is the turn of a part inside a round: take in what was started of it one round ago, start it anew."""
 
     def land(self) -> None:
         """Complete what must be complete before the next step."""
@@ -103,10 +122,10 @@ class Algorithm:
         """Note in passing whether what is in flight has arrived."""
         self.replica.poll()
 
-    def state(self) -> list[Tensor] | None:
+    def state(self) -> Any:
         """What is in flight, waited for but not merged; None if nothing is."""
         return self.replica.in_flight_state()
 
-    def load_state(self, state: list[Tensor] | None) -> None:
+    def load_state(self, state: Any) -> None:
         """Replace what is in flight."""
         self.replica.load_in_flight_state(state)

@@ -25,6 +25,7 @@ class PipeSGD(Algorithm):
     name: ClassVar[str] = "pipe"
     reduces_gradients: ClassVar[bool] = True
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep",)
+    payloads: ClassVar[tuple[str, ...]] = ("fp32",)
     refuses_scaler: ClassVar[str] = (
         "PipeSGD delays gradients by a step, so a GradScaler would divide them by another step's scale; use bf16 autocast"
     )

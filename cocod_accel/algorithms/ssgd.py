@@ -20,6 +20,7 @@ class SSGD(Algorithm):
     name: ClassVar[str] = "ssgd"
     reduces_gradients: ClassVar[bool] = True
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep",)
+    payloads: ClassVar[tuple[str, ...]] = ("fp32",)
 
     _handles: list[Handle]
 

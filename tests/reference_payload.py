@@ -1,0 +1,139 @@
+"""An independent serial reference of coded payloads, written from the definition in docs/library.md and nothing else.
+
+It shares no code with the package: plain lists of blocks, one worker after the other, one chunk after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tests.reference import MakeOptimizer, Trace, shares, values
+
+
+def as_float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+def as_bfloat16(number: float) -> float:
+    """The upper half of a float32, rounded to nearest, ties to even."""
+    (bits,) = struct.unpack("I", struct.pack("f", number))
+    kept = bits >> 16
+    rest = bits & 0xFFFF
+    kept += rest > 0x8000 or (rest == 0x8000 and kept & 1)
+    return float(struct.unpack("f", struct.pack("I", kept << 16))[0])
+
+
+def coded(codec: str, block: Tensor) -> Tensor:
+    """Q of one block."""
+    if codec == "bf16":
+        return torch.tensor([as_bfloat16(v) for v in block.tolist()], dtype=block.dtype)
+    largest = torch.tensor(max(abs(v) for v in block.tolist()), dtype=torch.float32)
+    scale = torch.clamp(largest / 127, min=2.0**-126).to(block.dtype)
+    return torch.round(block / scale) * scale
+
+
+def cut(flat: Tensor, num_workers: int) -> list[list[Tensor]]:
+    """chunk -> blocks: one chunk per worker, each of equal blocks of at most 256 elements, filled up with zeros."""
+    share = math.ceil(flat.numel() / num_workers)
+    num_blocks = math.ceil(share / 256)
+    block = math.ceil(share / num_blocks)
+    chunk = num_blocks * block
+    whole = torch.cat([flat, torch.zeros(num_workers * chunk - flat.numel(), dtype=flat.dtype)])
+    return [[whole[j * chunk + b * block :][:block] for b in range(num_blocks)] for j in range(num_workers)]
+
+
+def joined(chunks: Sequence[Sequence[Tensor]], size: int) -> Tensor:
+    return torch.cat([block for chunk in chunks for block in chunk])[:size]
+
+
+def coded_chunks(codec: str, flat: Tensor, num_workers: int) -> Tensor:
+    return joined([[coded(codec, block) for block in chunk] for chunk in cut(flat, num_workers)], flat.numel())
+
+
+class CodedMean:
+    """mean_t = c + Q(sum_i w_i Q(x_i - c + e_i) + E), and what is left for the next time."""
+
+    def __init__(self, codec: str, start: Tensor, w: Sequence[float]) -> None:
+        self.codec, self.w = codec, w
+        self.centre_on(start)
+
+    def centre_on(self, mean: Tensor) -> None:
+        self.c = mean.clone()
+        self.e = [torch.zeros_like(mean) for _ in self.w]
+        self.owned = torch.zeros_like(mean)  # E of all owners, side by side
+
+    def mean(self, models: Sequence[Tensor]) -> Tensor:
+        n = len(self.w)
+        wanted = [(x - self.c) + e for x, e in zip(models, self.e, strict=True)]
+        sent = [coded_chunks(self.codec, v, n) for v in wanted]
+        self.e = [v - q for v, q in zip(wanted, sent, strict=True)]
+        total = torch.zeros_like(self.c)
+        for wi, q in zip(self.w, sent, strict=True):
+            total = total + wi * q
+        total = total + self.owned
+        result = coded_chunks(self.codec, total, n)
+        self.owned = total - result
+        self.c = self.c + result
+        return self.c
+
+
+def flattened(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def assign(model: nn.Module, flat: Tensor) -> None:
+    offset = 0
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(flat[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+
+
+def run(
+    name: str,
+    codec: str,
+    models: Sequence[nn.Module],
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    weights: Sequence[float],
+    period: int,
+    evaluations: Sequence[int] = (),
+) -> Trace:
+    """Every worker's parameters after every step; ``models``: what each begins with. Exact means after ``evaluations``."""
+    w = shares(weights)
+    models = [copy.deepcopy(model) for model in models]
+    optimizers = [make_optimizer(m) for m in models]
+    trace: Trace = [[] for _ in models]
+
+    def exact() -> Tensor:
+        return sum((wi * flattened(m) for wi, m in zip(w, models, strict=True)), torch.zeros(()))
+
+    means = CodedMean(codec, exact(), w)  # equal starts: the start; else the first mean, which is sent in full
+    snapshots, mean_t = [flattened(m) for m in models], means.c
+    for t in range(len(batches[0])):
+        for m, optimizer, worker in zip(models, optimizers, batches, strict=True):
+            m.zero_grad()
+            loss_of(m, *worker[t]).backward()
+            optimizer.step()
+        if (t + 1) % period == 0:
+            if name == "cocod":
+                for m, x_t in zip(models, snapshots, strict=True):
+                    assign(m, flattened(m) - (x_t - mean_t))
+                snapshots = [flattened(m) for m in models]
+                mean_t = means.mean(snapshots)
+            else:
+                mean = means.mean([flattened(m) for m in models])
+                for m in models:
+                    assign(m, mean)
+        if t + 1 in evaluations:
+            means.centre_on(exact())
+        for i, m in enumerate(models):
+            trace[i].append(values(m))
+    return trace
