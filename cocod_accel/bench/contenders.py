@@ -184,6 +184,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     "post_local": TorchPostLocal,
     "accelerate_local": AccelerateLocal,
     **{name: _ours(name) for name in ALGORITHMS},
+    "cocod_int8": _ours("cocod", payload="int8"),
 }
 OURS = tuple(ALGORITHMS)
 
