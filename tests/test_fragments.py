@@ -135,6 +135,13 @@ def test_one_worker_is_plain_training() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), parted.parameters(), strict=True))
 
 
+def test_parts_follow_the_weights() -> None:
+    model = loops.make_model()
+    sync = attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(4, fragments=3))
+    sync.reweight(5)
+    assert [part.weights.values for part in map(sync._method._part, range(3))] == [(5.0,)] * 3  # type: ignore[attr-defined]
+
+
 def stopped(rank: int, folder: str) -> Any:
     row = (3, 5, [1.0, 2.0, 3.0], "adam", False)
     found = []
