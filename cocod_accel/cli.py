@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     trace.set_defaults(run=_trace)
 
     bench = commands.add_parser("bench", help="step time and time to accuracy on slow links, beside the alternatives")
-    bench.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="e.g. configs/bench/links.yaml steps.repeats=3")
+    bench.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="e.g. configs/bench/links.yaml")
     bench.add_argument("--out", type=Path, default=Path("benchmarks/results/links"), metavar="DIR", help="where to write")
     bench.add_argument("--no-lab", action="store_true", help="emulate links, for our own algorithms alone")
     bench.add_argument("--only-tables", action="store_true", help="of the rows that are there; measure nothing")

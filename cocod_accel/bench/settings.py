@@ -60,7 +60,7 @@ def load_settings(arguments: list[str]) -> BenchSettings:
     try:
         for argument in arguments:
             if "=" not in argument and not Path(argument).is_file():
-                raise ConfigError(f"{argument}: no such file; give a YAML file such as configs/bench/links.yaml, or key=value")
+                raise ConfigError(f"{argument}: no such file; give a YAML file, e.g. configs/bench/links.yaml, or key=value")
             given = OmegaConf.from_dotlist([argument]) if "=" in argument else OmegaConf.load(argument)
             tree = OmegaConf.merge(tree, given)
         settings = OmegaConf.to_object(tree)
