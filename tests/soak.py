@@ -59,18 +59,21 @@ def workers_of(marker: str) -> list[int]:
 
 def soak(output: Path, kills: int, seed: int) -> dict[str, Any]:
     """An undisturbed run, and one whose workers are killed; what they have in common."""
-    epochs = 4 * kills  # long enough that the last kill does not come after the end
+    epochs = 4 * kills
     undisturbed = launch(output, "undisturbed", epochs, 0)
     _, err = undisturbed.communicate(timeout=600)
     assert undisturbed.returncode == 0, err
     chance = random.Random(seed)
+    # So that the last kill does not come after the end, however fast the machine: workers need longer than this to start,
+    # and between two kills they train for no more than their share of the whole.
+    longest = 2.5 + read_summary(output / "undisturbed")["train_seconds"] / kills
     process = launch(output, "soaked", epochs, kills)
     done = 0
     try:
         with tqdm(total=kills, unit="kill", disable=not sys.stderr.isatty()) as bar:
             while done < kills and process.poll() is None:
                 # From before the workers know each other to the middle of training.
-                time.sleep(chance.uniform(0.2, 9.0))
+                time.sleep(chance.uniform(0.2, longest))
                 pids = workers_of("name=soaked")
                 if not pids:
                     continue
