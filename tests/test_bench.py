@@ -61,8 +61,9 @@ def test_every_contender_trains_and_is_evaluated_as_the_mean() -> None:
     assert same(first["asynlocal"][0], first["local"][0])
 
 
-def step(contender: str, repeat: int, seconds: float, ratio: float = 1.0, clock: str = "lab") -> dict[str, Any]:
-    return {"kind": "step", "contender": contender, "repeat": repeat, "seconds": seconds, "ratio": ratio, "clock": clock}
+def repeat_of(repeat: int, *blocks: tuple[str, float], clock: str = "lab") -> list[dict[str, Any]]:
+    common = {"kind": "step", "repeat": repeat, "ratio": 1.0, "clock": clock}
+    return [{**common, "contender": name, "place": place, "seconds": s} for place, (name, s) in enumerate(blocks)]
 
 
 def reached(contender: str, seed: int, seconds: float | None, ratio: float = 2.0) -> dict[str, Any]:
@@ -72,25 +73,26 @@ def reached(contender: str, seed: int, seconds: float | None, ratio: float = 2.0
 
 
 ROWS = [
-    # The limit before and after: 1.0 on the mean of the first repeat, 2.0 in the second, on a machine half as fast then.
-    step("none", 0, 0.9), step("ddp", 0, 3.0), step("cocod", 0, 1.1), step("none", 0, 1.1),
-    step("none", 1, 2.0), step("ddp", 1, 6.0), step("cocod", 1, 2.0), step("none", 1, 2.0),
-    step("none", 2, 1.0), step("ddp", 2, 3.3), step("cocod", 2, 1.05), step("none", 2, 1.0),
-    step("none", 0, 1.0, clock="emulated"), step("cocod", 0, 1.155, clock="emulated"),
+    # In the second repeat the machine becomes half as fast while cocod's block is on the clock.
+    *repeat_of(0, ("none", 0.9), ("ddp", 3.0), ("none", 1.1), ("cocod", 1.1), ("none", 1.1)),
+    *repeat_of(1, ("none", 1.0), ("ddp", 3.0), ("none", 1.0), ("cocod", 1.65), ("none", 2.0)),
+    *repeat_of(2, ("none", 1.0), ("ddp", 3.3), ("none", 1.0), ("cocod", 1.05), ("none", 1.0)),
+    *repeat_of(0, ("none", 1.0), ("cocod", 1.155), ("none", 1.0), clock="emulated"),
     reached("ddp", 0, 10.0), reached("ddp", 1, 12.0), reached("ddp", 2, None),
     reached("cocod", 0, 5.0), reached("cocod", 1, 4.0), reached("cocod", 2, 4.0), reached("pipe", 0, None),
 ]  # fmt: skip
 
 
-def test_figures_are_ratios_within_a_repeat() -> None:
-    seconds = results.step_seconds(ROWS, 1.0)
-    figure = results.ratio_of(seconds, "cocod", "none")
+def test_figures_are_ratios_to_the_blocks_beside_them() -> None:
+    steps = results.over_limit(ROWS, 1.0)
+    assert steps["cocod"] == pytest.approx({0: 1.0, 1: 1.1, 2: 1.05})
+    figure = results.ratio_of(steps, "cocod", "none")
     assert figure is not None
     assert (round(figure.median, 6), figure.n) == (1.05, 3)
-    ddp = results.ratio_of(seconds, "ddp", "cocod")
+    ddp = results.ratio_of(steps, "ddp", "cocod")
     assert ddp is not None
-    assert ddp.median == pytest.approx(3.0)
-    assert results.ratio_of(seconds, "pipe", "none") is None
+    assert ddp.median == pytest.approx(3.0)  # of 3 / 1, 3 / 1.1 and 3.3 / 1.05
+    assert results.ratio_of(steps, "pipe", "none") is None
 
 
 def test_times_to_accuracy_are_compared_seed_by_seed() -> None:

@@ -1,7 +1,7 @@
 """Raw rows of a benchmark -> tables and a picture.
 
-Every figure is a ratio within one repeat, between blocks a few seconds apart, because machines drift; then the median and
-the quartiles over repeats.
+Every block of steps is divided by the two blocks of the limit beside it, because machines drift; a figure is the median of
+such ratios over repeats, with its quartiles.
 """
 
 from __future__ import annotations
@@ -50,19 +50,26 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def step_seconds(rows: Sequence[Row], ratio: float, clock: str = "lab") -> dict[str, dict[int, float]]:
-    """contender -> repeat -> seconds a step; the limit's is the mean of its two blocks."""
-    found: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        if row["kind"] == "step" and row["ratio"] == ratio and row["clock"] == clock:
-            found.setdefault(row["contender"], {}).setdefault(row["repeat"], []).append(row["seconds"])
-    return {name: {repeat: statistics.fmean(v) for repeat, v in blocks.items()} for name, blocks in found.items()}
+def over_limit(rows: Sequence[Row], ratio: float, clock: str = "lab") -> dict[str, dict[int, float]]:
+    """contender -> repeat -> its step over the limit's, of the blocks just before and after."""
+    mine = [row for row in rows if row["kind"] == "step" and row["ratio"] == ratio and row["clock"] == clock]
+    limits = {(row["repeat"], row["place"]): row["seconds"] for row in mine if row["contender"] == "none"}
+    found: dict[str, dict[int, float]] = {}
+    for row in mine:
+        beside = [limits[at] for at in ((row["repeat"], row["place"] + way) for way in (-1, 1)) if at in limits]
+        if row["contender"] != "none" and beside:
+            found.setdefault(row["contender"], {})[row["repeat"]] = row["seconds"] / statistics.fmean(beside)
+    return found
 
 
-def ratio_of(seconds: dict[str, dict[int, float]], slower: str, faster: str) -> Figure | None:
-    """How many times longer one contender's step is than another's, repeat by repeat."""
-    common = sorted(seconds.get(slower, {}).keys() & seconds.get(faster, {}).keys())
-    return Figure.of([seconds[slower][r] / seconds[faster][r] for r in common]) if common else None
+def ratio_of(steps: dict[str, dict[int, float]], slower: str, faster: str) -> Figure | None:
+    """How many times longer one contender's step is than another's, or than the limit's ("none"), repeat by repeat."""
+    if faster == "none":
+        values = list(steps.get(slower, {}).values())
+    else:
+        common = sorted(steps.get(slower, {}).keys() & steps.get(faster, {}).keys())
+        values = [steps[slower][repeat] / steps[faster][repeat] for repeat in common]
+    return Figure.of(values) if values else None
 
 
 def links(rows: Sequence[Row], kind: str, clock: str | None = None) -> list[float]:
@@ -80,7 +87,7 @@ def step_table(rows: Sequence[Row]) -> str:
     """A contender's step over that of the limit, link by link."""
     clock = clock_of(rows)
     ratios = links(rows, "step", clock)
-    by_link = {ratio: step_seconds(rows, ratio, clock) for ratio in ratios}
+    by_link = {ratio: over_limit(rows, ratio, clock) for ratio in ratios}
     body = []
     for name in CONTENDERS:
         cells = [ratio_of(by_link[ratio], name, "none") for ratio in ratios]
@@ -143,7 +150,7 @@ def agreement_table(rows: Sequence[Row]) -> str:
     for name in CONTENDERS:
         cells = []
         for ratio in ratios:
-            pair = [ratio_of(step_seconds(rows, ratio, clock), name, "none") for clock in ("emulated", "lab")]
+            pair = [ratio_of(over_limit(rows, ratio, clock), name, "none") for clock in ("emulated", "lab")]
             cells.append("-" if pair[0] is None or pair[1] is None else f"{pair[0].median / pair[1].median:.3f}")
         if name != "none" and any(cell != "-" for cell in cells):
             body.append([CONTENDERS[name].label, *cells])
@@ -154,7 +161,7 @@ def claims(rows: Sequence[Row], period: int) -> str:
     """What the project says of itself, as this benchmark found it."""
     clock = clock_of(rows)
     ratios = links(rows, "step", clock)
-    by_link = {ratio: step_seconds(rows, ratio, clock) for ratio in ratios}
+    by_link = {ratio: over_limit(rows, ratio, clock) for ratio in ratios}
     body: list[list[str]] = []
 
     def say(what: str, figure: Figure | None) -> None:
@@ -194,7 +201,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     clock = clock_of(rows)
     ratios = links(rows, "step", clock)
-    by_link = {ratio: step_seconds(rows, ratio, clock) for ratio in ratios}
+    by_link = {ratio: over_limit(rows, ratio, clock) for ratio in ratios}
     names = [name for name in CONTENDERS if name != "none" and any(name in seconds for seconds in by_link.values())]
     styles = styles_of([CONTENDERS[name].label for name in names])
     picture = Picture(figsize=(9, 5), layout="constrained")

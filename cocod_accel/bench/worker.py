@@ -107,7 +107,7 @@ def measure(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[st
 
 
 def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Interleaved blocks of every contender; each repeat has blocks of the limit, before and after."""
+    """Interleaved blocks of every contender, each between two blocks of the limit: a machine's speed drifts in seconds."""
     data = some_batches(config, task, 4)
     names = [name for name in job["contenders"] if name != "none"]
     everybody = {name: make(name, config, task, job) for name in ["none", *names]}
@@ -117,7 +117,8 @@ def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict
     for repeat in range(job["repeats"]):
         turn = repeat % max(1, len(names))
         order = names[turn:] + names[:turn]
-        for place, name in enumerate(["none", *order, "none"]):
+        blocks = ["none", *(block_of for name in order for block_of in (name, "none"))]
+        for place, name in enumerate(blocks):
             seconds = block(everybody[name], data, prime, steps)
             yield {"kind": "step", "contender": name, "repeat": repeat, "place": place, "seconds": seconds}
     for contender in everybody.values():
