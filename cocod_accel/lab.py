@@ -56,10 +56,27 @@ class _Processes:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[Any]] = []
 
-    def _start(self, line: Sequence[str], core: int | None, env: Mapping[str, str], options: Any) -> subprocess.Popen[Any]:
+    #: What gloo is to use on a host.
+    interface: str
+
+    def on_host(self, host: int) -> list[str]:
+        """What a command begins with to run on a host."""
+        raise AssertionError("a place says so")
+
+    def start(
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        core: int | None = None,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[Any]:
+        """Run a command on a host, on one core; ``env`` is added to this process's. It ends with the place at the latest."""
         pinned = [] if core is None else ["taskset", "--cpu-list", str(core % (os.cpu_count() or 1))]
-        command = [*pinned, *line]
-        process = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True, **options)
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
+        line = [*pinned, *self.on_host(host), *command]
+        process = subprocess.Popen(line, env=variables, start_new_session=True, **options)
         self._processes.append(process)
         return process
 
@@ -78,6 +95,11 @@ class _Processes:
 class Loopback(_Processes):
     """This machine as every host, for those who may not make a lab: a link as fast as it gets, to be emulated upon."""
 
+    interface = "lo"
+
+    def on_host(self, host: int) -> list[str]:
+        return []
+
     def address(self, host: int) -> str:
         return "127.0.0.1"
 
@@ -90,18 +112,6 @@ class Loopback(_Processes):
         if link != Link():
             raise LabError(f"link {link}: loopback cannot be limited; emulate it")
 
-    def start(
-        self,
-        host: int,
-        command: Sequence[str],
-        *,
-        core: int | None = None,
-        env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> subprocess.Popen[Any]:
-        """Run a command, on one core."""
-        return self._start(command, core, {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}, options)
-
     def __enter__(self) -> Self:
         return self
 
@@ -111,6 +121,8 @@ class Loopback(_Processes):
 
 class Lab(_Processes):
     """Some hosts and the links that join them; a context manager."""
+
+    interface = "eth0"
 
     def __init__(self, num_hosts: int) -> None:
         super().__init__()
@@ -123,6 +135,9 @@ class Lab(_Processes):
         #: Whether links can be given a latency; some kernels have no netem.
         self.has_latency = False
         self._prefix = _prefix(os.getpid())
+
+    def on_host(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self._name(f"host{host}")]
 
     def address(self, host: int) -> str:
         """Where a host is reached from the others."""
@@ -189,19 +204,6 @@ class Lab(_Processes):
                     burst = max(_LEAST_BURST_BYTES, round(rate / 8 * _BURST_SECONDS))
                     shape = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", _QUEUE]
                     _in(place, "tc", "qdisc", "add", "dev", device, *parent, *shape)
-
-    def start(
-        self,
-        host: int,
-        command: Sequence[str],
-        *,
-        core: int | None = None,
-        env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> subprocess.Popen[Any]:
-        """Run a command on a host, on one core; ``env`` is added to this process's. It ends with the lab at the latest."""
-        line = ["ip", "netns", "exec", self._name(f"host{host}"), *command]
-        return self._start(line, core, {"GLOO_SOCKET_IFNAME": "eth0", **(env or {})}, options)
 
     def free_port(self) -> int:
         """On host 0, where nobody else listens."""

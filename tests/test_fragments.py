@@ -198,7 +198,7 @@ def test_parts_travel_one_by_one_over_a_slow_link_and_wishes_with_the_first() ->
         assert sum(saves) == 1
         # Of 13 steps: after 4, 8 and 12, and finish(); parts 1 to 3 also in the first round, after 1, 2 and 3, 5, ...
         assert (transfers, parts) == (4, 13 + 1)
-        assert min(shortest, shortest_part) >= 0.006
+        assert min(shortest, shortest_part) >= 0.006 - 1e-6, "two messages; the clock is a float"
         assert num_bytes > 0
 
 

@@ -192,8 +192,8 @@ def test_a_stretched_step_takes_so_many_times_its_computation() -> None:
     stretched = pace.end(blocked=1.015)  # 15 of the 20 ms were blocked, and are not stretched
     assert stretched is not None
     computed = stretched[0] - begin - 0.015
-    assert stretched[1] - stretched[0] >= 2 * computed
-    assert pace.seconds[0] >= 3 * computed
+    assert stretched[1] - stretched[0] >= 2 * computed * 0.999
+    assert pace.seconds[0] >= 3 * computed * 0.999
     assert Pace(is_on=False, slowdown=3.0).end(0.0) is None
 
 
@@ -255,7 +255,7 @@ def test_an_emulated_link_changes_time_and_nothing_else(name: str) -> None:
     for (ours, *counts, _), (theirs, *others, seconds) in zip(fast, slow, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert counts == others
-        assert seconds >= 3 * 2 * 0.003, "at least three collectives of two messages"
+        assert seconds >= 3 * 2 * 0.003 * 0.999, "at least three collectives of two messages"
 
 
 # -------------------------------------------------------------------------------------------- the trainer
