@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,20 @@ def read_rows(path: Path) -> list[Row]:
 
 def over_limit(rows: Sequence[Row], ratio: float, clock: str = "lab") -> dict[str, dict[int, float]]:
     """contender -> repeat -> its step over the limit's, of the blocks just before and after."""
-    mine = [row for row in rows if row["kind"] == "step" and row["ratio"] == ratio and row["clock"] == clock]
-    limits = {(row["repeat"], row["place"]): row["seconds"] for row in mine if row["contender"] == "none"}
     found: dict[str, dict[int, float]] = {}
-    for row in mine:
+    for row, limit in _with_limit([row for row in rows if row["kind"] == "step" and row["ratio"] == ratio]):
+        if row["clock"] == clock:
+            found.setdefault(row["contender"], {})[row["repeat"]] = row["seconds"] / limit
+    return found
+
+
+def _with_limit(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
+    """Every block of a link, and what a step took without communication just before and after."""
+    limits = {(row["repeat"], row["place"]): row["seconds"] for row in rows if row["contender"] == "none"}
+    for row in rows:
         beside = [limits[at] for at in ((row["repeat"], row["place"] + way) for way in (-1, 1)) if at in limits]
         if row["contender"] != "none" and beside:
-            found.setdefault(row["contender"], {})[row["repeat"]] = row["seconds"] / statistics.fmean(beside)
-    return found
+            yield row, statistics.fmean(beside)
 
 
 def ratio_of(steps: dict[str, dict[int, float]], slower: str, faster: str) -> Figure | None:
@@ -73,7 +79,8 @@ def ratio_of(steps: dict[str, dict[int, float]], slower: str, faster: str) -> Fi
 
 
 def links(rows: Sequence[Row], kind: str, clock: str | None = None) -> list[float]:
-    return sorted({row["ratio"] for row in rows if row["kind"] == kind and clock in (None, row["clock"])})
+    found = [row for row in rows if row["kind"] == kind and row.get("contender") != "none"]
+    return sorted({row["ratio"] for row in found if clock in (None, row["clock"])})
 
 
 def clock_of(rows: Sequence[Row]) -> str:
@@ -97,14 +104,35 @@ def step_table(rows: Sequence[Row]) -> str:
 
 
 def measured_table(rows: Sequence[Row]) -> str:
-    """What each link was meant to be, and what a payload then took."""
+    """What each link was meant to be, what a payload took on it alone, and r_1 as it was for the blocks that were timed."""
     body = []
+    for (ratio, kind), found in _by_link(rows).items():
+        measured = [row for row in found if row["kind"] == "measured"]
+        compute, communicate = measured[-1]["compute_seconds"], measured[-1]["communicate_seconds"]
+        cells = [f"r_1 = {ratio:g}", f"{communicate / compute:.2f}", f"{measured[-1]['link']['bandwidth_mbit']:.1f}"]
+        cells += [f"{1e3 * compute:.1f}", f"{1e3 * communicate:.1f}"]
+        timed = (
+            [(row, limit) for row, limit in _with_limit(found[len(measured) :]) if row["clock"] == "lab"]
+            if kind == "step"
+            else []
+        )
+        real = str(Figure.of([row["link"]["payload_seconds"] / limit for row, limit in timed])) if timed else "-"
+        body.append([*cells, real, "step time" if kind == "step" else "accuracy"])
+    header = ["link", "measured", "Mbit/s", "ms/step", "ms/payload", "while timed", "for"]
+    return aligned([header, *body]) if body else ""
+
+
+def _by_link(rows: Sequence[Row]) -> dict[tuple[float, str], list[Row]]:
+    """The rows of every link that was measured; a link's rows begin with that."""
+    found: dict[tuple[float, str], list[Row]] = {}
+    begun: list[Row] = []
     for row in rows:
         if row["kind"] == "measured":
-            compute, communicate = row["compute_seconds"], row["communicate_seconds"]
-            figures = [f"{row['link']['bandwidth_mbit']:.1f}", f"{1e3 * compute:.1f}", f"{1e3 * communicate:.1f}"]
-            body.append([f"r_1 = {row['ratio']:g}", f"{communicate / compute:.2f}", *figures])
-    return aligned([["link", "measured", "Mbit/s", "ms/step", "ms/payload"], *body]) if body else ""
+            begun.append(row)
+        else:
+            found.setdefault((row["ratio"], row["kind"]), []).extend([*begun, row])
+            begun = []
+    return {key: rows for key, rows in found.items() if rows[0]["kind"] == "measured"}
 
 
 def accuracy_table(rows: Sequence[Row], baseline: str = "ddp") -> str:

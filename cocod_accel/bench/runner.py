@@ -1,7 +1,7 @@
 """Runs a benchmark: measures the machine, makes the links, starts the workers, keeps every row.
 
-A link is given as r_1 = T_comm / T_comp: how long one payload takes alone, over a step without communication. The step is
-measured first, and the bandwidth follows from it.
+A link is given as r_1 = T_comm / T_comp: how long one payload takes alone, over a step without communication. A machine's
+speed drifts within seconds, so the workers say again and again what a step takes them, and the link follows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tqdm import tqdm
 from cocod_accel.bench.contenders import OURS, available
 from cocod_accel.bench.settings import BenchSettings
 from cocod_accel.comm import Link
+from cocod_accel.config import load_config
 from cocod_accel.lab import Lab, Loopback, why_not
+from cocod_accel.tasks import build_model, build_task
 
 #: No job is silent for longer than this.
 _SILENCE_SECONDS = 300.0
-#: A link is mended so often at most, until a payload takes what was meant, give or take this share.
-_TRIES, _CLOSE_ENOUGH = 3, 0.05
 
 
 class BenchError(RuntimeError):
@@ -62,76 +62,62 @@ class _Bench:
 
     def __init__(self, settings: BenchSettings, place: Lab | Loopback, file: Any, bar: Any) -> None:
         self.settings, self.place, self._file, self._bar = settings, place, file, bar
+        self._has_lab = isinstance(place, Lab)
+        #: What a payload gets of a limited link: packets have headers, and messages begin and end.
+        self._goodput = 1.0
+        self._payload_bits = 8 * _payload_bytes(settings)
 
     def steps(self) -> None:
         """Seconds a step, link by link."""
         options = self.settings.steps
-        overrides = [f"batch_size={options.batch_size}"]
-        job = {"overrides": overrides, "steps": options.steps, "repeats": options.repeats}
-        names = available(options.contenders)
+        names = [name for name in available(options.contenders) if name != "none"]
         ours = [name for name in names if name in OURS]
         for ratio in options.ratios:
-            if isinstance(self.place, Lab):
-                link = self._limit(ratio, overrides)
-                for row in self._run({**job, "kind": "steps", "contenders": names}):
-                    self._keep({**row, "ratio": ratio, "clock": "lab", "link": asdict(link)})
-                if ratio not in options.emulated_ratios:
-                    continue
-            else:
-                link = self._link(ratio, overrides)
-            self.place.limit(Link())
-            for row in self._run({**job, "kind": "steps", "contenders": ours, "emulate": asdict(link)}):
-                self._keep({**row, "ratio": ratio, "clock": "emulated", "link": asdict(link)})
+            emulated = ours if ratio in options.emulated_ratios or not self._has_lab else []
+            overrides = [f"batch_size={options.batch_size}"]
+            given = {"kind": "steps", "overrides": overrides, "steps": options.steps, "repeats": options.repeats}
+            self._run(ratio, {**given, "contenders": names, "emulated": emulated})
 
     def accuracy(self) -> None:
         """Seconds to a target accuracy, with the same seeds for everybody."""
         options = self.settings.accuracy
-        names = available(options.contenders)
-        job = {"target": options.target, "looks": options.looks, "seeds": list(range(options.num_seeds))}
+        names = [name for name in available(options.contenders) if self._has_lab or name in OURS]
         for ratio in options.ratios:
-            emulate: dict[str, Any] = {}
-            if isinstance(self.place, Lab):
-                link = self._limit(ratio, [])
-            else:
-                link = self._link(ratio, [])
-                emulate, names = {"emulate": asdict(link)}, [name for name in names if name in OURS]
-            for row in self._run({**job, **emulate, "kind": "accuracy", "contenders": names}):
-                self._keep({**row, "ratio": ratio, "clock": "emulated" if emulate else "lab", "link": asdict(link)})
+            given = {"target": options.target, "looks": options.looks, "seeds": list(range(options.num_seeds))}
+            self._run(ratio, {**given, "kind": "accuracy", "contenders": names})
 
-    def _limit(self, ratio: float, overrides: list[str]) -> Link:
-        """Make the link, measure what a payload then really takes, and mend the link until that is what was meant."""
-        link = self._link(ratio, overrides)
-        for _ in range(_TRIES):
-            self.place.limit(link)
-            measured = self._measure(overrides)
-            found = measured["communicate_seconds"] / measured["compute_seconds"]
-            if abs(found / ratio - 1) <= _CLOSE_ENOUGH:
-                break
-            assert link.bandwidth_mbit is not None
-            link = Link(bandwidth_mbit=link.bandwidth_mbit * found / ratio)
-        self._keep({**measured, "ratio": ratio, "clock": "lab", "link": asdict(link)})
-        return link
+    def _run(self, ratio: float, job: dict[str, Any]) -> None:
+        """Keep the rows of a job, and answer what it asks."""
+        given = {"config": self.settings.config, "period": self.settings.period, "has_lab": self._has_lab, **job}
+        processes = self._start(given)
+        try:
+            for row in _rows_of(processes):
+                if row["kind"] == "ask":
+                    _tell(processes[0], self._make_link(ratio, row))
+                    continue
+                if row["kind"] == "measured":
+                    self._goodput *= row["link"]["payload_seconds"] / row["communicate_seconds"]
+                self._keep({"ratio": ratio, "clock": "lab" if self._has_lab else "emulated", **row})
+        finally:
+            self.place.end()
+            self.place.limit(Link())
 
-    def _link(self, ratio: float, overrides: list[str]) -> Link:
-        """Measured anew each time: a machine's speed drifts. In a ring a worker sends 2 (N - 1) / N payloads."""
-        self.place.limit(Link())
-        measured = self._measure(overrides)
+    def _make_link(self, ratio: float, asked: dict[str, Any]) -> dict[str, Any]:
+        """For the step that a worker has just seen. In a ring a worker sends 2 (N - 1) / N payloads."""
+        seconds = ratio * asked["compute_seconds"]
         num_workers = self.settings.num_workers
-        sent_bits = 8 * measured["payload_bytes"] * 2 * (num_workers - 1) / num_workers
-        return Link(bandwidth_mbit=sent_bits / (ratio * measured["compute_seconds"]) / 1e6)
-
-    def _measure(self, overrides: list[str]) -> dict[str, Any]:
-        (row,) = self._run({"kind": "measure", "overrides": overrides, "steps": 5, "repeats": 5})
-        return row
+        bandwidth = self._payload_bits * 2 * (num_workers - 1) / num_workers / seconds / 1e6
+        if not asked["emulated"]:
+            bandwidth /= self._goodput
+        self.place.limit(Link() if asked["emulated"] else Link(bandwidth_mbit=bandwidth))
+        return {"bandwidth_mbit": bandwidth, "payload_seconds": seconds}
 
     def _keep(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         self._bar.update()
 
-    def _run(self, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The rows of a job, as worker 0 prints them; every worker must end well."""
-        given = {"config": self.settings.config, "period": self.settings.period, **job}
+    def _start(self, job: dict[str, Any]) -> list[subprocess.Popen[str]]:
         port = self.place.free_port()
         processes = []
         for rank in range(self.settings.num_workers):
@@ -140,26 +126,43 @@ class _Bench:
                 "MASTER_ADDR": self.place.address(0), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }  # fmt: skip
-            command = [sys.executable, "-m", "cocod_accel.bench.worker", json.dumps(given)]
-            streams = {"stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            command = [sys.executable, "-m", "cocod_accel.bench.worker", json.dumps(job)]
+            silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if rank == 0 else silent
+            streams["stderr"] = subprocess.PIPE
             processes.append(self.place.start(rank, command, core=rank, env=env, text=True, **streams))
-        try:
-            yield from _rows_of(processes)
-        finally:
-            self.place.end()
+        return processes
+
+
+def _tell(process: subprocess.Popen[str], answer: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(answer) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:  # it has failed, and the next look at it says why
+        pass
+
+
+def _payload_bytes(settings: BenchSettings) -> int:
+    config = load_config([settings.config])
+    model = build_model(config, build_task(config))
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _rows_of(processes: list[subprocess.Popen[str]]) -> Iterator[dict[str, Any]]:
-    out = processes[0].stdout
-    assert out is not None
-    heard = time.monotonic()
+    """What worker 0 prints; every worker must end well."""
+    assert processes[0].stdout is not None
+    out = processes[0].stdout.fileno()  # not the file: what it had read ahead, select would not see
+    heard, begun = time.monotonic(), b""
     while True:
         if select.select([out], [], [], 0.5)[0]:
-            line = out.readline()
-            if not line:
+            read = os.read(out, 1 << 16)
+            if not read:
                 break
             heard = time.monotonic()
-            yield json.loads(line)
+            *lines, begun = (begun + read).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
         failed = [(rank, p) for rank, p in enumerate(processes) if p.poll() not in (None, 0)]
         if failed:
             rank, process = failed[0]
@@ -197,9 +200,11 @@ def _num_rows(settings: BenchSettings, has_lab: bool) -> int:
     """How much there is to do, for the progress bar."""
     steps, accuracy = settings.steps, settings.accuracy
     total = 0
+    names = [name for name in available(steps.contenders) if name != "none"]
     for ratio in steps.ratios:
-        everybody, ours = available(steps.contenders), [name for name in steps.contenders if name in OURS]
-        total += steps.repeats * (2 * len([n for n in everybody if n != "none"]) + 1) + 1 if has_lab else 0
-        total += steps.repeats * (2 * len(ours) + 1) if not has_lab or ratio in steps.emulated_ratios else 0
+        num_blocks = len(names) if has_lab else 0
+        if ratio in steps.emulated_ratios or not has_lab:
+            num_blocks += len([name for name in names if name in OURS])
+        total += steps.repeats * (2 * num_blocks + 1) + (2 if has_lab else 0)
     contenders = [name for name in available(accuracy.contenders) if has_lab or name in OURS]
-    return total + len(accuracy.ratios) * (accuracy.num_seeds * len(contenders) + (1 if has_lab else 0))
+    return total + len(accuracy.ratios) * (accuracy.num_seeds * len(contenders) + (2 if has_lab else 0))

@@ -2,7 +2,8 @@
 
     python -m cocod_accel.bench.worker '{"kind": "steps", ...}'
 
-It finds the others through the environment, as every torch worker does, and prints one JSON row a result on worker 0.
+It finds the others through the environment, as every torch worker does, and prints one JSON row a result on worker 0. A row
+that asks for a link is answered on worker 0's standard input, once the link is what was asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cocod_accel.bench.contenders import CONTENDERS, Contender, Ours
+from cocod_accel.bench.contenders import CONTENDERS, Ours
+from cocod_accel.bench.peers import Contender
 from cocod_accel.comm import Link
 from cocod_accel.config import Config, load_config
 from cocod_accel.schedule import learning_rate
@@ -28,6 +30,9 @@ from cocod_accel.sharding import seeded_generator
 from cocod_accel.tasks import Task, build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import batches
 from cocod_accel.work import Work
+
+#: How long the limit is looked at before a link is made for it.
+_FEW_STEPS, _FEW_REPEATS = 5, 5
 
 
 def main(job: dict[str, Any]) -> None:
@@ -37,21 +42,32 @@ def main(job: dict[str, Any]) -> None:
     config.cluster.num_workers = dist.get_world_size()
     torch.manual_seed(config.seed)
     task = build_task(config)
-    jobs = {"measure": measure, "steps": time_steps, "accuracy": time_to_accuracy}
+    jobs = {"steps": time_steps, "accuracy": time_to_accuracy}
     for row in jobs[job["kind"]](config, task, job):
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+        say(row)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def say(row: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+
+
+def ask(compute_seconds: float, *, emulated: bool) -> dict[str, Any]:
+    """Have the link made for a step that takes so long: a machine's speed drifts, and r_1 is to stay what it is.
+
+    The answer describes the link.
+    """
+    say({"kind": "ask", "compute_seconds": compute_seconds, "emulated": emulated})
+    answer: list[dict[str, Any]] = [json.loads(sys.stdin.readline()) if dist.get_rank() == 0 else {}]
+    dist.broadcast_object_list(answer)
+    return answer[0]
+
+
 def make(name: str, config: Config, task: Task, job: dict[str, Any]) -> Contender:
     torch.manual_seed(config.seed)
-    contender = CONTENDERS[name](build_model(config, task), lambda model: build_optimizer(config, model), job["period"])
-    link = job.get("emulate")
-    if link is not None and isinstance(contender, Ours):
-        contender.emulate(Link(**link))
-    return contender
+    return CONTENDERS[name](build_model(config, task), lambda model: build_optimizer(config, model), job["period"])
 
 
 def everyones(value: float) -> list[float]:
@@ -86,41 +102,56 @@ def block(contender: Contender, data: list[tuple[Tensor, Tensor]], prime: int, s
     return max(everyones(seconds)) / steps
 
 
-def measure(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a step takes without communication, and what one payload takes alone."""
-    contender = make("none", config, task, job)
-    data = some_batches(config, task, 4)
-    seconds = [block(contender, data, 1, job["steps"]) for _ in range(job["repeats"])]
-    payload = torch.zeros(sum(p.numel() for p in contender.module.parameters()))
-    transfers = []
-    for _ in range(job["repeats"] + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(payload)
-        transfers.append(max(everyones(time.perf_counter() - begin)))
-    yield {
-        "kind": "measured",
-        "compute_seconds": statistics.median(seconds),
-        "communicate_seconds": statistics.median(transfers[1:]),
-        "payload_bytes": payload.numel() * payload.element_size(),
-    }
+def measure(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
+    """What a payload takes alone on the link that is asked for. Twice: the link is mended by what was found first."""
+    payload = torch.zeros(sum(p.numel() for p in limit.module.parameters()))
+    for _ in range(2):
+        compute = statistics.median(block(limit, data, 1, _FEW_STEPS) for _ in range(_FEW_REPEATS))
+        link = ask(compute, emulated=False)
+        transfers = []
+        for _ in range(_FEW_REPEATS + 1):
+            dist.barrier()
+            begin = time.perf_counter()
+            dist.all_reduce(payload)
+            transfers.append(max(everyones(time.perf_counter() - begin)))
+        yield {
+            "kind": "measured",
+            "compute_seconds": compute,
+            "communicate_seconds": statistics.median(transfers[1:]),
+            "payload_bytes": payload.numel() * payload.element_size(),
+            "link": link,
+        }
 
 
 def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Interleaved blocks of every contender, each between two blocks of the limit: a machine's speed drifts in seconds."""
+    """Interleaved blocks of every contender, each between two blocks of the limit, on a link that follows the limit."""
     data = some_batches(config, task, 4)
-    names = [name for name in job["contenders"] if name != "none"]
-    everybody = {name: make(name, config, task, job) for name in ["none", *names]}
+    limit = make("none", config, task, job)
+    blocks = [(name, False) for name in job["contenders"]] if job["has_lab"] else []
+    blocks += [(name, True) for name in job["emulated"]]
+    # The real link and the emulated one of a contender come one after the other.
+    blocks.sort(key=lambda block: [*job["contenders"], *job["emulated"]].index(block[0]))
+    everybody = {block_of: make(block_of[0], config, task, job) for block_of in blocks}
     prime, steps = job["period"], job["steps"]
-    for contender in everybody.values():  # what is done once: buckets, buffers, connections
-        block(contender, data, prime, 2)
+    for contender in [limit, *everybody.values()]:  # what is done once: buckets, buffers, connections
+        block(contender, data, prime, prime)
+    if job["has_lab"]:
+        yield from measure(limit, data)
     for repeat in range(job["repeats"]):
-        turn = repeat % max(1, len(names))
-        order = names[turn:] + names[:turn]
-        blocks = ["none", *(block_of for name in order for block_of in (name, "none"))]
-        for place, name in enumerate(blocks):
-            seconds = block(everybody[name], data, prime, steps)
-            yield {"kind": "step", "contender": name, "repeat": repeat, "place": place, "seconds": seconds}
+        turn = repeat % max(1, len(blocks))
+        seconds = block(limit, data, 1, steps)
+        yield {"kind": "step", "contender": "none", "repeat": repeat, "place": 0, "seconds": seconds}
+        for place, (name, emulated) in enumerate(blocks[turn:] + blocks[:turn]):
+            contender, row = everybody[name, emulated], {"kind": "step", "repeat": repeat}
+            link = ask(seconds, emulated=emulated)
+            if emulated:
+                assert isinstance(contender, Ours)
+                contender.emulate(Link(bandwidth_mbit=link["bandwidth_mbit"]))
+            taken = block(contender, data, prime, steps)
+            more = {"clock": "emulated"} if emulated else {}
+            yield {**row, "contender": name, "place": 2 * place + 1, "seconds": taken, "link": link, **more}
+            seconds = block(limit, data, 1, steps)
+            yield {**row, "contender": "none", "place": 2 * place + 2, "seconds": seconds}
     for contender in everybody.values():
         contender.close()
 
@@ -130,16 +161,26 @@ def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict
 
 def time_to_accuracy(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Train until a target is reached, every contender with every seed; only training is on the clock."""
+    limit, data = make("none", config, task, job), some_batches(config, task, 4)
+    block(limit, data, 1, _FEW_STEPS)
+    if job["has_lab"]:
+        yield from measure(limit, data)
     for seed in job["seeds"]:
         for name in job["contenders"]:
             config.seed = seed
-            yield {"kind": "accuracy", "contender": name, "seed": seed, **train_until(name, config, task, job)}
+            contender = make(name, config, task, job)
+            compute = statistics.median(block(limit, data, 1, _FEW_STEPS) for _ in range(_FEW_REPEATS))
+            link = ask(compute, emulated=not job["has_lab"])
+            if not job["has_lab"]:
+                assert isinstance(contender, Ours)
+                contender.emulate(Link(bandwidth_mbit=link["bandwidth_mbit"]))
+            row = {"kind": "accuracy", "contender": name, "seed": seed, "compute_seconds": compute, "link": link}
+            yield {**row, **train_until(contender, config, task, job)}
 
 
-def train_until(name: str, config: Config, task: Task, job: dict[str, Any]) -> dict[str, Any]:
+def train_until(contender: Contender, config: Config, task: Task, job: dict[str, Any]) -> dict[str, Any]:
     rank, target = dist.get_rank(), job["target"]
     work = Work.of(config, task.num_train, rank)
-    contender = make(name, config, task, job)
     base, schedule = config.optimizer.learning_rate, config.schedule
     factor, decay = work.plan.learning_rate_factor, (schedule.decay_epochs, schedule.decay_factor)
     seconds, taken, accuracy = 0.0, 0, 0.0

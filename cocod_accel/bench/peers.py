@@ -1,0 +1,210 @@
+"""No communication at all, and the alternatives a user has, each driven in the way its docs recommend.
+
+Every contender trains a model of its own with the same loop:
+
+    contender.step(inputs, labels)        # one step; what it communicates, and whether it waits, is its own affair
+    with contender.averaged(): evaluate   # the model that this contender would use
+    contender.drain()                     # nothing is left in flight for the next contender to pay for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+#: Contenders that are not on the clock should not be heard of either.
+_HEARTBEAT, _LOST_AFTER_MS = datetime.timedelta(seconds=2), 60_000
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Contender:
+    """Local steps and nothing else: the limit that no method with communication can pass."""
+
+    label = "no communication"
+
+    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, period: int) -> None:
+        self.module = copy.deepcopy(module)
+        self.period = period
+        self.model: nn.Module = self.module
+        self.optimizer: Any = make_optimizer(self.module)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Wrap the model."""
+
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(inputs), labels)
+        self.backward(loss)
+        self.optimizer.step()
+        self.after_step()
+        return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def after_step(self) -> None:
+        """What a peer asks a loop to call."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, ``module`` is the mean of all workers' models; afterwards this worker's own is back."""
+        return contextlib.nullcontext()
+
+    def drain(self) -> None:
+        """Wait for whatever is in flight."""
+
+    def close(self) -> None:
+        """Take off what was put around the model."""
+
+
+class TorchDDP(Contender):
+    label = "torch DDP"
+
+    def set_up(self) -> None:
+        # Buffers are broadcast in every forward unless told otherwise, which would only be waiting.
+        self.model = DistributedDataParallel(self.module, forward_sync_buffers=False)
+
+
+class TorchDDPHalf(TorchDDP):
+    label = "torch DDP, fp16 hook"
+
+    def set_up(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        super().set_up()
+        self.model.register_comm_hook(None, fp16_compress_hook)  # type: ignore[operator]
+
+
+class Averaging(Contender):
+    """Peers that average models in their own way: what they would be evaluated as is their mean."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Any:
+        kept = {name: value.clone() for name, value in self.module.state_dict().items()}
+        with torch.no_grad():
+            for value in self.module.state_dict().values():
+                if value.is_floating_point():
+                    dist.all_reduce(value)
+                    value.div_(dist.get_world_size())
+        try:
+            yield
+        finally:
+            self.module.load_state_dict(kept)
+
+
+class TorchPostLocal(Averaging):
+    label = "torch PostLocalSGD"
+
+    def set_up(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        alone, _ = dist.new_subgroups(1)
+        model = DistributedDataParallel(self.module, forward_sync_buffers=False)
+        state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
+        model.register_comm_hook(state, post_localSGD_hook)
+        self.model = model
+        self.optimizer = PostLocalSGDOptimizer(self.optimizer, PeriodicModelAverager(period=self.period, warmup_steps=0))
+
+
+class AccelerateLocal(Averaging):
+    label = "accelerate LocalSGD"
+
+    def set_up(self) -> None:
+        from accelerate.accelerator import Accelerator
+        from accelerate.local_sgd import LocalSGD
+
+        self._accelerator = Accelerator(cpu=True)
+        model, self.optimizer = self._accelerator.prepare(self.module, self.optimizer)
+        model.broadcast_buffers = False
+        self.model = model
+        self._local = LocalSGD(
+            accelerator=self._accelerator, model=self.model, local_sgd_steps=self.period, enabled=True
+        ).__enter__()
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def after_step(self) -> None:
+        self._local.step()
+
+    def close(self) -> None:
+        self._local.__exit__(None, None, None)
+
+
+class _Torchft(Averaging):
+    """Every worker is a replica group of one, with a store and a manager; a lighthouse forms the quorum of every round."""
+
+    #: DiLoCo refuses another.
+    has_async_quorum = True
+
+    def set_up(self) -> None:
+        import torchft
+        from torchft.coordination import LighthouseServer
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        # Where others reach this worker; a host of a lab has no name.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], 1))
+            here = probe.getsockname()[0]
+        address = [""]
+        if rank == 0:
+            self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=size, heartbeat_timeout_ms=_LOST_AFTER_MS)
+            address = [f"http://{here}:{self._lighthouse.address().rpartition(':')[2]}"]
+        dist.broadcast_object_list(address)
+        self._store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+        self.manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=size,
+            use_async_quorum=self.has_async_quorum, rank=0, world_size=1, store_addr=here, store_port=self._store.port,
+            lighthouse_addr=address[0], replica_id=f"bench_{rank}", hostname=here, heartbeat_interval=_HEARTBEAT,
+            init_sync=False,
+        )  # fmt: skip
+        self._context = self.method().__enter__()
+
+    def method(self) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._context.__exit__(None, None, None)
+        dist.barrier()  # a manager that is gone cannot vote
+        self.manager.shutdown(wait=False)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._lighthouse.shutdown()
+
+
+class TorchftLocal(_Torchft):
+    label = "torchft LocalSGD"
+
+    def method(self) -> Any:
+        from torchft.local_sgd import LocalSGD
+
+        return LocalSGD(self.manager, self.module, self.optimizer, sync_every=self.period)
+
+
+class TorchftDiLoCo(_Torchft):
+    """Overlapped: what is sent after the first step of a round is waited for after the last."""
+
+    label = "torchft DiLoCo, overlapped"
+    has_async_quorum = False
+
+    def method(self) -> Any:
+        from torchft.local_sgd import DiLoCo
+
+        # The outer optimizer of the DiLoCo paper.
+        outer = torch.optim.SGD(self.module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        delay = self.period - 1
+        return DiLoCo(self.manager, [self.module], self.optimizer, outer, sync_every=self.period, fragment_sync_delay=delay)
