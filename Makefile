@@ -26,6 +26,7 @@ lint: $(READY)
 
 # Every contender on slow links, for real; takes root for the network lab, and about 40 minutes of an idle machine.
 bench: $(READY)
+	-$(BIN)/pip install --quiet --editable .[bench]
 	$(BIN)/cocod bench configs/bench/links.yaml
 
 bench-core: $(READY)

@@ -93,7 +93,7 @@ ROWS = [
     *repeat_of(
         0, ("none", 0.9), ("ddp", 3.0), ("none", 1.1), ("cocod", 1.1), ("none", 1.1), ("emulated cocod", 1.155),
         ("none", 0.9),
-    ),  # fmt: skip
+    ),
     *repeat_of(1, ("none", 1.0), ("ddp", 3.0), ("none", 1.0), ("cocod", 1.65), ("none", 2.0)),
     *repeat_of(2, ("none", 1.0), ("ddp", 3.3), ("none", 1.0), ("cocod", 1.05), ("none", 1.0)),
     reached("ddp", 0, 10.0), reached("ddp", 1, 12.0), reached("ddp", 2, None),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import importlib
 import os
 import socket
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 #: Contenders that are not on the clock should not be heard of either.
@@ -152,9 +154,10 @@ class _Torchft(Averaging):
     has_async_quorum = True
 
     def set_up(self) -> None:
-        import torchft
-        from torchft.coordination import LighthouseServer
-
+        # Optional, and untyped.
+        torchft: Any = importlib.import_module("torchft")
+        coordination: Any = importlib.import_module("torchft.coordination")
+        self.local_sgd: Any = importlib.import_module("torchft.local_sgd")
         rank, size = dist.get_rank(), dist.get_world_size()
         # Where others reach this worker; a host of a lab has no name.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -162,10 +165,12 @@ class _Torchft(Averaging):
             here = probe.getsockname()[0]
         address = [""]
         if rank == 0:
-            self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=size, heartbeat_timeout_ms=_LOST_AFTER_MS)
+            self._lighthouse = coordination.LighthouseServer(
+                bind="[::]:0", min_replicas=size, heartbeat_timeout_ms=_LOST_AFTER_MS
+            )
             address = [f"http://{here}:{self._lighthouse.address().rpartition(':')[2]}"]
         dist.broadcast_object_list(address)
-        self._store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
         self.manager = torchft.Manager(
             pg=torchft.ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=size,
             use_async_quorum=self.has_async_quorum, rank=0, world_size=1, store_addr=here, store_port=self._store.port,
@@ -190,9 +195,7 @@ class TorchftLocal(_Torchft):
     label = "torchft LocalSGD"
 
     def method(self) -> Any:
-        from torchft.local_sgd import LocalSGD
-
-        return LocalSGD(self.manager, self.module, self.optimizer, sync_every=self.period)
+        return self.local_sgd.LocalSGD(self.manager, self.module, self.optimizer, sync_every=self.period)
 
 
 class TorchftDiLoCo(_Torchft):
@@ -202,9 +205,9 @@ class TorchftDiLoCo(_Torchft):
     has_async_quorum = False
 
     def method(self) -> Any:
-        from torchft.local_sgd import DiLoCo
-
         # The outer optimizer of the DiLoCo paper.
         outer = torch.optim.SGD(self.module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         delay = self.period - 1
-        return DiLoCo(self.manager, [self.module], self.optimizer, outer, sync_every=self.period, fragment_sync_delay=delay)
+        return self.local_sgd.DiLoCo(
+            self.manager, [self.module], self.optimizer, outer, sync_every=self.period, fragment_sync_delay=delay
+        )

@@ -9,6 +9,7 @@ that asks for a link is answered on worker 0's standard input, once the link is 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -119,8 +120,40 @@ def measure(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> Iterator[dic
             "compute_seconds": compute,
             "communicate_seconds": statistics.median(transfers[1:]),
             "payload_bytes": payload.numel() * payload.element_size(),
+            "jitter": jitter(limit, data),
+            "interference": interference(limit, data, payload, link["payload_seconds"] / compute),
             "link": link,
         }
+
+
+def jitter(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> float:
+    """The standard deviation of a step without communication over its mean, of the average worker."""
+    seconds = []
+    for step in range(1 + _FEW_STEPS * _FEW_REPEATS):
+        begin = time.perf_counter()
+        limit.step(*data[step % len(data)])
+        seconds.append(time.perf_counter() - begin)
+    return statistics.fmean(everyones(statistics.stdev(seconds[1:]) / statistics.fmean(seconds[1:])))
+
+
+def interference(limit: Contender, data: list[tuple[Tensor, Tensor]], payload: Tensor, ratio: float) -> float:
+    """The share of a worker's computing that a transfer takes while it is under way."""
+    found = []
+    steps = 2 * _FEW_STEPS
+    for _ in range(_FEW_REPEATS):
+        before = block(limit, data, 1, steps)
+        dist.barrier()
+        begin = time.perf_counter()
+        # Enough for twice as long: there is always one under way.
+        works = [dist.all_reduce(payload.clone(), async_op=True) for _ in range(math.ceil(2 * steps / ratio))]
+        for step in range(steps):
+            limit.step(*data[step % len(data)])
+        taken = (time.perf_counter() - begin) / steps
+        for work in works:
+            work.wait()
+        taken = max(everyones(taken))
+        found.append(1 - (before + block(limit, data, 1, steps)) / 2 / taken)
+    return max(0.0, statistics.median(found))
 
 
 def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
