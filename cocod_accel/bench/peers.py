@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 #: Contenders that are not on the clock should not be heard of either.
@@ -170,7 +169,7 @@ class _Torchft(Averaging):
             )
             address = [f"http://{here}:{self._lighthouse.address().rpartition(':')[2]}"]
         dist.broadcast_object_list(address)
-        self._store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
+        self._store: Any = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.manager = torchft.Manager(
             pg=torchft.ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=size,
             use_async_quorum=self.has_async_quorum, rank=0, world_size=1, store_addr=here, store_port=self._store.port,
