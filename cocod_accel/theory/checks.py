@@ -10,9 +10,9 @@ _LARGEST_COUNT = 10**15
 def check_real(name: str, value: float, *, zero: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} is not a number")
-    if not (_SMALLEST <= value <= _LARGEST or (zero and value == 0)):
-        allowed = f"{'0 or ' if zero else ''}from {_SMALLEST:g} to {_LARGEST:g}"
-        raise ValueError(f"{name}={value} must be {allowed}; check its sign and its unit")
+    smallest = 0 if zero else _SMALLEST
+    if not smallest <= value <= _LARGEST:
+        raise ValueError(f"{name}={value} must be from {smallest:g} to {_LARGEST:g}; check its sign and its unit")
 
 
 def check_count(name: str, value: int) -> None:

@@ -176,7 +176,7 @@ def period_bound(num_iterations: int, num_workers: int, constant: float) -> floa
     check_count("num_iterations", num_iterations)
     check_count("num_workers", num_workers)
     check_real("constant", constant)
-    return constant * num_iterations**0.25 / num_workers**0.75
+    return constant * math.pow(num_iterations, 0.25) / math.pow(num_workers, 0.75)
 
 
 #: The constant with which the bound is 5 for the paper's T and N: a period that worked, not the longest that would.
