@@ -265,7 +265,7 @@ def test_time_speedups_by_hand() -> None:
     assert cocod_bounded_step_seconds(times, 5) == pytest.approx(0.106)
     assert hiding_period(times) == 2  # 0.8 * 1.5 = 1.2
     assert hiding_period(replace(times, interference=1.0)) == 1
-    assert hiding_period(replace(times, comm_seconds=0.3, interference=0.0)) == 3  # 0.3 / 0.1 > 3 in floating point
+    assert hiding_period(StepTimes(0.7, 2.1, 0.0)) == 3  # 2.1 / 0.7 > 3 in floating point
 
 
 @given(st.floats(1e-3, 10), st.floats(0, 1), PERIODS, st.integers(1, 1024))
