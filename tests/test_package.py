@@ -13,6 +13,7 @@ ROOT = Path(cocod_accel.__file__).parent
 
 #: Left to right: a module may import what stands before it.
 LIBRARY = [
+    "theory",
     "rounds",
     "comm",
     "flat",
