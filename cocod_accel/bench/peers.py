@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import importlib
 import os
 import socket
@@ -23,9 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-#: Contenders that are not on the clock should not be heard of either.
-_HEARTBEAT, _LOST_AFTER_MS = datetime.timedelta(seconds=2), 60_000
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -164,16 +160,14 @@ class _Torchft(Averaging):
             here = probe.getsockname()[0]
         address = [""]
         if rank == 0:
-            self._lighthouse = coordination.LighthouseServer(
-                bind="[::]:0", min_replicas=size, heartbeat_timeout_ms=_LOST_AFTER_MS
-            )
+            self._lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=size)
             address = [f"http://{here}:{self._lighthouse.address().rpartition(':')[2]}"]
         dist.broadcast_object_list(address)
         self._store: Any = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.manager = torchft.Manager(
             pg=torchft.ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=size,
             use_async_quorum=self.has_async_quorum, rank=0, world_size=1, store_addr=here, store_port=self._store.port,
-            lighthouse_addr=address[0], replica_id=f"bench_{rank}", hostname=here, heartbeat_interval=_HEARTBEAT,
+            lighthouse_addr=address[0], replica_id=f"bench_{rank}", hostname=here,
             init_sync=False,
         )  # fmt: skip
         self._context = self.method().__enter__()

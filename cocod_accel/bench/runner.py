@@ -51,7 +51,7 @@ def run_bench(settings: BenchSettings, folder: Path, *, uses_lab: bool = True) -
         stack.enter_context(place)
         total = _num_rows(settings, reason is None)
         bar = stack.enter_context(tqdm(total=total, unit="row", disable=not sys.stderr.isatty()))
-        bench = _Bench(settings, place, file, bar)
+        bench = _Bench(settings, place, folder, file, bar)
         bench.steps()
         bench.accuracy()
     return path
@@ -60,8 +60,8 @@ def run_bench(settings: BenchSettings, folder: Path, *, uses_lab: bool = True) -
 class _Bench:
     """One benchmark on one machine."""
 
-    def __init__(self, settings: BenchSettings, place: Lab | Loopback, file: Any, bar: Any) -> None:
-        self.settings, self.place, self._file, self._bar = settings, place, file, bar
+    def __init__(self, settings: BenchSettings, place: Lab | Loopback, folder: Path, file: Any, bar: Any) -> None:
+        self.settings, self.place, self._folder, self._file, self._bar = settings, place, folder, file, bar
         self._has_lab = isinstance(place, Lab)
         #: What a payload gets of a limited link: packets have headers, and messages begin and end.
         self._goodput = 1.0
@@ -91,7 +91,7 @@ class _Bench:
         given = {"config": self.settings.config, "period": self.settings.period, "has_lab": self._has_lab, **job}
         processes = self._start(given)
         try:
-            for row in _rows_of(processes):
+            for row in _rows_of(processes, self._folder):
                 if row["kind"] == "ask":
                     _tell(processes[0], self._make_link(ratio, row))
                     continue
@@ -129,8 +129,11 @@ class _Bench:
             command = [sys.executable, "-m", "cocod_accel.bench.worker", json.dumps(job)]
             silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if rank == 0 else silent
-            streams["stderr"] = subprocess.PIPE
-            processes.append(self.place.start(rank, command, core=rank, env=env, text=True, **streams))
+            # A file: a pipe that nobody empties would stop a worker that says much.
+            complaints = (self._folder / f"worker{rank}.log").open("w")
+            with complaints:
+                started = self.place.start(rank, command, core=rank, env=env, text=True, stderr=complaints, **streams)
+            processes.append(started)
         return processes
 
 
@@ -149,7 +152,7 @@ def _payload_bytes(settings: BenchSettings) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _rows_of(processes: list[subprocess.Popen[str]]) -> Iterator[dict[str, Any]]:
+def _rows_of(processes: list[subprocess.Popen[str]], folder: Path) -> Iterator[dict[str, Any]]:
     """What worker 0 prints; every worker must end well."""
     assert processes[0].stdout is not None
     out = processes[0].stdout.fileno()  # not the file: what it had read ahead, select would not see
@@ -163,20 +166,22 @@ def _rows_of(processes: list[subprocess.Popen[str]]) -> Iterator[dict[str, Any]]
             *lines, begun = (begun + read).split(b"\n")
             for line in lines:
                 yield json.loads(line)
-        failed = [(rank, p) for rank, p in enumerate(processes) if p.poll() not in (None, 0)]
-        if failed:
-            rank, process = failed[0]
-            raise BenchError(f"worker {rank} ended with {process.returncode}: {_last_line(process)}")
+        for rank, process in enumerate(processes):
+            if process.poll() not in (None, 0):
+                raise _failed(rank, process, folder)
         if time.monotonic() - heard > _SILENCE_SECONDS:
             raise BenchError(f"no worker has said anything for {_SILENCE_SECONDS:.0f} s")
     for rank, process in enumerate(processes):
         if process.wait(timeout=60) != 0:
-            raise BenchError(f"worker {rank} ended with {process.returncode}: {_last_line(process)}")
+            raise _failed(rank, process, folder)
 
 
-def _last_line(process: subprocess.Popen[str]) -> str:
-    lines = process.stderr.read().strip().splitlines() if process.stderr is not None else []
-    return lines[-1] if lines else "it said nothing"
+def _failed(rank: int, process: subprocess.Popen[str], folder: Path) -> BenchError:
+    log = folder / f"worker{rank}.log"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return BenchError(
+        f"worker {rank} ended with {process.returncode}: {lines[-1] if lines else 'it said nothing'}; see {log}"
+    )
 
 
 def describe_machine() -> dict[str, Any]:
