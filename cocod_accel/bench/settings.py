@@ -36,8 +36,8 @@ class AccuracySettings:
     """Time to a target accuracy."""
 
     ratios: list[float] = field(default_factory=lambda: [2.0, 3.0])
-    #: Those that are compared most come one after the other, as a machine's speed drifts. What trains alike is left out: ssgd
-    #: is DDP, and among equal workers asynlocal is local.
+    #: Those that are compared most come one after the other, as a machine's speed drifts. What trains alike is left out:
+    #: ssgd is DDP, and among equal workers asynlocal is local.
     contenders: list[str] = field(
         default_factory=lambda: [
             "ddp",
@@ -50,7 +50,7 @@ class AccuracySettings:
             "accelerate_local",
             "torchft_local",
             "torchft_diloco",
-        ]  # fmt: skip
+        ]
     )
     target: float = 0.8
     num_seeds: int = 5
