@@ -35,7 +35,7 @@ LIBRARY = [
     "hf",
 ]
 TRAINER = [
-    "schedule", "tables", "config", "runtime", "tasks", "calibration",
+    "schedule", "tables", "strict", "config", "cluster", "runtime", "tasks", "calibration",
     "faults", "metrics", "trackers", "work", "trainer", "report", "train",
     "lab", "bench", "cli",
 ]  # fmt: skip
