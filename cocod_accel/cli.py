@@ -76,13 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from cocod_accel import runtime
-    from cocod_accel.config import load_config
+    from cocod_accel.config import load_training_config
     from cocod_accel.tasks import build_task
 
     arguments = list(options.configs)
     if options.workers is not None:
         arguments.append(f"cluster.num_workers={options.workers}")
-    config = load_config(arguments)
+    config = load_training_config(arguments)
     build_task(config)  # missing data is said here, once, and not by every worker
     use_gpu = False if config.cluster.device == "cpu" else None
     if options.max_restarts < 0:

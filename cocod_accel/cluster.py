@@ -111,8 +111,14 @@ class Cluster:
 
     def step_seconds_of(self, rank: int, batch: int) -> float:
         """The mean time that worker ``rank`` computes a step of ``batch`` samples, stragglers left out."""
-        a_sample = (self.step_seconds - self.fixed_seconds) / self.batch_size
-        return (self.fixed_seconds + a_sample * batch) / self.speeds()[rank]
+        return self._step_of_speed_one(batch) / self.speeds()[rank]
+
+    def seconds_alone(self, batch: int) -> float:
+        """The mean step of a worker of speed 1 that trains alone, stragglers included."""
+        return self._step_of_speed_one(batch) * (1 + self.stragglers.probability * (self.stragglers.factor - 1))
+
+    def _step_of_speed_one(self, batch: int) -> float:
+        return self.fixed_seconds + (self.step_seconds - self.fixed_seconds) * batch / self.batch_size
 
     def allreduce_seconds(self, num_bytes: float, num_workers: int | None = None) -> float:
         """A sum of ``num_bytes`` over all workers, or another number of them, from when the last one joins to the end."""

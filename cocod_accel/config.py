@@ -134,6 +134,8 @@ class EmulateConfig:
     slowdown: Any = None
     #: Collectives take what a ring all-reduce on this link would, in the background.
     link: LinkConfig = field(default_factory=LinkConfig)
+    #: Written by `cocod simulate`: the cluster that this run was simulated on. Such a run was never trained.
+    cluster: str | None = None
 
 
 @dataclass
@@ -229,7 +231,15 @@ class Config:
         slowdown = self.emulate.slowdown
         parts = [] if slowdown is None else [f"slowdown {slowdown}"]
         parts += [] if self.link is None else [f"link {self.link}"]
+        parts += [] if self.emulate.cluster is None else [f"cluster {self.emulate.cluster}"]
         return "; ".join(parts) or None
+
+    @property
+    def clock(self) -> str:
+        """What its seconds are: real, emulated or simulated."""
+        if self.emulate.cluster is not None:
+            return "simulated"
+        return "real" if self.emulated is None else "emulated"
 
     @property
     def period_by_epoch(self) -> list[tuple[int, int]]:
@@ -257,6 +267,14 @@ def load_config(arguments: list[str]) -> Config:
     assert isinstance(config, Config)
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
     validate(config)
+    return config
+
+
+def load_training_config(arguments: list[str]) -> Config:
+    """The same, for a run that is to be trained."""
+    config = load_config(arguments)
+    cluster = config.emulate.cluster
+    require(cluster is None, "emulate.cluster", cluster, "marks a simulated run; give emulate.cluster=null to train it")
     return config
 
 

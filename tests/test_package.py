@@ -36,7 +36,7 @@ LIBRARY = [
 ]
 TRAINER = [
     "schedule", "tables", "strict", "config", "cluster", "runtime", "tasks", "calibration",
-    "faults", "metrics", "trackers", "work", "trainer", "report", "train",
+    "faults", "metrics", "trackers", "work", "trainer", "simulator", "report", "train",
     "lab", "bench", "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER
