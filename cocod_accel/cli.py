@@ -242,7 +242,8 @@ def _list(options: argparse.Namespace) -> int:
             print(f"  {name:14s} {text}")
     print("profiles:")
     root = Path(__file__).parents[1] / "configs"
-    for path in [*sorted(root.glob("*.yaml")), *sorted(root.glob("tasks/*.yaml")), *sorted(root.glob("variants/*.yaml"))]:
+    folders = ("", "tasks/", "variants/", "cluster/")
+    for path in [path for folder in folders for path in sorted(root.glob(f"{folder}*.yaml"))]:
         comment = path.read_text().splitlines()[0].lstrip("# ").rstrip(".")
         print(f"  {os.path.relpath(path):40s} {comment}")
     return 0

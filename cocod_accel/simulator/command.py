@@ -43,7 +43,9 @@ def run(
         with tqdm(
             desc=config.algorithm.name, disable=not sys.stderr.isatty(), unit="step", leave=False, dynamic_ncols=True
         ) as bar:
-            done = simulate(cluster, config, steps=steps, span_steps=kept if config.logging.spans else 0, progress=bar.update)
+            done = simulate(
+                cluster, config, steps=steps, span_steps=kept if config.logging.spans else 0, progress=bar.update
+            )
         runs.append(done)
         folders.append(write(done))
     print(report(cluster, runs))
@@ -56,7 +58,7 @@ def run(
 def _configs(
     cluster: Cluster, arguments: list[str], algorithms: str | None, steps: int | None
 ) -> tuple[list[Config], list[str]]:
-    """One for each algorithm; without a choice of the user's, those that go with the configuration, and why others do not."""
+    """One for each algorithm; if the user chose none, those that go with the configuration, and why others do not."""
     asked = [argument for argument in arguments if argument.startswith("algorithm.name=")]
     if algorithms is None and asked:
         return [_named(configured(cluster, arguments, steps=steps), cluster, 1)], []

@@ -84,9 +84,16 @@ def _tensors(config: Config, cluster: Cluster, facts: TaskFacts) -> tuple[list[T
         numel = math.ceil(cluster.payload_bytes / 4)
         whole = torch.empty(numel, dtype=torch.float32, device="meta")
         return list(whole.split(math.ceil(numel / _PIECES))), []
-    model: nn.Module = build_model(config, facts).to("meta")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model = _model(config, facts)
+    trainable: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return trainable, [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def _model(config: Config, facts: TaskFacts) -> nn.Module:
+    if ":" in config.model.name:  # a user's own may not know how to be made without memory
+        return build_model(config, facts).to("meta")
+    with torch.device("meta"):
+        return build_model(config, facts)
 
 
 def _num_states(config: Config) -> int:

@@ -11,10 +11,11 @@ from cocod_accel.cluster import Cluster
 from cocod_accel.config import Config, ConfigError, load_config, validate
 from cocod_accel.simulator.payloads import parcels_of
 from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
-from cocod_accel.simulator.times import step_times
 from cocod_accel.simulator.timeline import Course, Timeline
+from cocod_accel.simulator.times import step_times
 from cocod_accel.tasks import task_facts
 from cocod_accel.work import Work
+
 
 @dataclass(frozen=True)
 class Simulated:

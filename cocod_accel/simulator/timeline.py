@@ -65,12 +65,13 @@ class Timeline:
         num_workers = len(course.periods)
         self.fleet = Fleet(num_workers, course.interference)
         if sample is not None and num_workers > 1:
-            self.fleet.on_wait = lambda *when: sample.waited(*when, steps=self.steps) if sample.is_open else None
+            self.fleet.on_wait = self._waited
         self._rule = RULES[course.algorithm](self.fleet, course.parcels, course.gradient_overlap)
         kinds = sorted(set(course.periods), key=lambda period: period.schedule)
         #: A clock for each of the different periods, and which of them is every worker's.
         self._clocks = [RoundClock(period) for period in kinds]
         self._kinds = np.array([kinds.index(period) for period in course.periods])
+        self._first_clock = self._clocks[kinds.index(course.periods[0])]
         #: Which of them have ended their round and wait for the others, and when every worker's step began.
         self._waiting = np.zeros(len(kinds), dtype=bool)
         self._begun = self.fleet.now
@@ -97,7 +98,7 @@ class Timeline:
 
     @property
     def rounds(self) -> int:
-        return self._clocks[self._kinds[0]].rounds
+        return self._first_clock.rounds
 
     @property
     def train_seconds(self) -> float:
@@ -112,9 +113,8 @@ class Timeline:
 
     def _is_over(self) -> bool:
         """Workers with periods of their own end together, where a round does."""
-        first = self._clocks[self._kinds[0]]
         has_ended = len(self._clocks) == 1 or all(clock.attempts == clock.start for clock in self._clocks)
-        return first.attempts >= self._num_steps and has_ended
+        return self._first_clock.attempts >= self._num_steps and has_ended
 
     def _step(self) -> None:
         """One more step of every worker that is still in its round."""
@@ -139,6 +139,10 @@ class Timeline:
                     self._rule.part_due(part)
             active &= ~self._waiting[self._kinds]
         self._conclude(active)
+
+    def _waited(self, joined: Array, end: float, blocked_from: Array, blocked_until: Array) -> None:
+        if self.sample is not None and self.sample.is_open:
+            self.sample.waited(joined, end, blocked_from, blocked_until, self.steps)
 
     def _conclude(self, done: NDArray[np.bool_]) -> None:
         """The step of these workers has ended."""

@@ -41,5 +41,3 @@ def step_times(cluster: Cluster, batches: Sequence[int], seed: int) -> Iterator[
         if probability > 0 and factor > 1:
             rows = np.where(lots.random(rows.shape) < probability, factor * rows, rows)
         yield from rows
-
-
