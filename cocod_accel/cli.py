@@ -1,4 +1,4 @@
-"""The ``cocod`` command: train, compare, watch, trace, bench, doctor, list."""
+"""The ``cocod`` command: train, compare, watch, trace, bench, simulate, doctor, list."""
 
 from __future__ import annotations
 
@@ -56,11 +56,21 @@ def main(arguments: list[str] | None = None) -> int:
     bench.add_argument("--only-tables", action="store_true", help="of the rows that are there; measure nothing")
     bench.set_defaults(run=_bench)
 
+    simulate = commands.add_parser("simulate", help="what to expect on a cluster that is not there, in virtual time")
+    simulate.add_argument("cluster", metavar="CLUSTER.yaml", help="e.g. configs/cluster/paper.yaml")
+    simulate.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="what is trained, as for cocod train")
+    simulate.add_argument("--algorithms", metavar="A,B", help="default: all five, or what algorithm.name=... says")
+    simulate.add_argument("--workers", type=int, metavar="N", help="another number of workers, of the cluster's mix")
+    simulate.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
+    simulate.add_argument("--spans", type=int, metavar="STEPS", help="how many steps' spans to keep; default: 200")
+    simulate.add_argument("--out", type=Path, metavar="DIR", help="where run folders are made; default: runs/simulated")
+    simulate.set_defaults(run=_simulate)
+
     commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
 
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "bench") and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("train", "bench", "simulate") and not any(argument.startswith("-") for argument in rest):
         options.configs += rest  # overrides after an option
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")
@@ -76,13 +86,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from cocod_accel import runtime
-    from cocod_accel.config import load_config
+    from cocod_accel.config import load_training_config
     from cocod_accel.tasks import build_task
 
     arguments = list(options.configs)
     if options.workers is not None:
         arguments.append(f"cluster.num_workers={options.workers}")
-    config = load_config(arguments)
+    config = load_training_config(arguments)
     build_task(config)  # missing data is said here, once, and not by every worker
     use_gpu = False if config.cluster.device == "cpu" else None
     if options.max_restarts < 0:
@@ -181,6 +191,19 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    from cocod_accel.cluster import load_cluster
+    from cocod_accel.simulator.command import run
+
+    cluster = load_cluster(options.cluster)
+    if options.workers is not None:
+        if options.workers < 1:
+            raise ConfigError(f"--workers={options.workers}: must be at least 1")
+        cluster = cluster.resized(options.workers)
+    run(cluster, options.configs, options.algorithms, steps=options.steps, spans=options.spans, out=options.out)
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     import accelerate
     import torch
@@ -219,7 +242,8 @@ def _list(options: argparse.Namespace) -> int:
             print(f"  {name:14s} {text}")
     print("profiles:")
     root = Path(__file__).parents[1] / "configs"
-    for path in [*sorted(root.glob("*.yaml")), *sorted(root.glob("tasks/*.yaml")), *sorted(root.glob("variants/*.yaml"))]:
+    folders = ("", "tasks/", "variants/", "cluster/")
+    for path in [path for folder in folders for path in sorted(root.glob(f"{folder}*.yaml"))]:
         comment = path.read_text().splitlines()[0].lstrip("# ").rstrip(".")
         print(f"  {os.path.relpath(path):40s} {comment}")
     return 0

@@ -6,31 +6,27 @@ are a :class:`ConfigError` of one line, found before any process waits for anoth
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
 from cocod_accel.algorithms import ALGORITHMS, CoCoDSGD
 from cocod_accel.comm import Link
 from cocod_accel.rounds import Period
 from cocod_accel.sharding import check_speeds, plan_workers
+from cocod_accel.strict import ConfigError as ConfigError
+from cocod_accel.strict import first_line, merge_strictly, read_yaml, require, require_choice, resolved, save_yaml
 
 logger = logging.getLogger(__name__)
 
 #: What ``cluster.speeds`` says to have them measured.
 MEASURE = "measure"
-
-
-class ConfigError(ValueError):
-    """Something is wrong with the configuration; the message is one line with the key, the value and the fix."""
 
 
 @dataclass
@@ -138,6 +134,8 @@ class EmulateConfig:
     slowdown: Any = None
     #: Collectives take what a ring all-reduce on this link would, in the background.
     link: LinkConfig = field(default_factory=LinkConfig)
+    #: Written by `cocod simulate`: the cluster that this run was simulated on. Such a run was never trained.
+    cluster: str | None = None
 
 
 @dataclass
@@ -233,7 +231,15 @@ class Config:
         slowdown = self.emulate.slowdown
         parts = [] if slowdown is None else [f"slowdown {slowdown}"]
         parts += [] if self.link is None else [f"link {self.link}"]
+        parts += [] if self.emulate.cluster is None else [f"cluster {self.emulate.cluster}"]
         return "; ".join(parts) or None
+
+    @property
+    def clock(self) -> str:
+        """What its seconds are: real, emulated or simulated."""
+        if self.emulate.cluster is not None:
+            return "simulated"
+        return "real" if self.emulated is None else "emulated"
 
     @property
     def period_by_epoch(self) -> list[tuple[int, int]]:
@@ -249,30 +255,32 @@ def load_config(arguments: list[str]) -> Config:
     files = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     for file in files:
-        tree = _merge(tree, _read(file), file)
+        tree = merge_strictly(Config, tree, read_yaml(file), file)
     for override in overrides:
         key, _, _ = override.partition("=")
         try:
             given = OmegaConf.from_dotlist([override])
         except Exception as error:
-            raise ConfigError(f"{override}: not a key=value override ({_first_line(error)}); write e.g. seed=1") from error
-        tree = _merge(tree, given, f"override {key}")
-    try:
-        OmegaConf.resolve(tree)
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'config'}: {_first_line(error)}") from error
+            raise ConfigError(f"{override}: not a key=value override ({first_line(error)}); write e.g. seed=1") from error
+        tree = merge_strictly(Config, tree, given, f"override {key}")
+    config = resolved(tree)
     assert isinstance(config, Config)
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
     validate(config)
     return config
 
 
+def load_training_config(arguments: list[str]) -> Config:
+    """The same, for a run that is to be trained."""
+    config = load_config(arguments)
+    cluster = config.emulate.cluster
+    require(cluster is None, "emulate.cluster", cluster, "marks a simulated run; give emulate.cluster=null to train it")
+    return config
+
+
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration; loading it gives an equal one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    temporary.replace(path)
+    save_yaml(config, path)
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -281,54 +289,6 @@ def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         rows.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return rows
-
-
-def _read(file: str) -> DictConfig:
-    path = Path(file)
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "give a YAML file, or key=value"
-        raise ConfigError(f"{file}: no such file; {hint}")
-    try:
-        tree = OmegaConf.load(path)
-    except Exception as error:
-        raise ConfigError(f"{file}: not valid YAML: {_first_line(error)}") from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(f"{file}: must hold keys and values, not a list")
-    return tree
-
-
-def _merge(tree: Any, given: DictConfig, source: str) -> Any:
-    _check_keys(Config, OmegaConf.to_container(given, resolve=False), "", source)
-    try:
-        return OmegaConf.merge(tree, given)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {error.full_key or ''}: {_first_line(error)}") from error
-
-
-def _check_keys(node: type, given: Any, prefix: str, source: str) -> None:
-    if not isinstance(given, dict):
-        raise ConfigError(f"{source}: {prefix.rstrip('.')} must hold keys and values, not {given!r}")
-    known = {f.name: f for f in fields(node)}
-    for key, value in given.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=1) or _elsewhere(str(key))
-            hint = f"did you mean {prefix if near[0] in known else ''}{near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
-        child = known[key].default_factory
-        if isinstance(child, type) and is_dataclass(child):
-            _check_keys(child, value, f"{prefix}{key}.", source)
-
-
-def _elsewhere(key: str, node: type = Config, prefix: str = "") -> list[str]:
-    """Full names of the keys called ``key`` in any section."""
-    found: list[str] = []
-    for entry in fields(node):
-        if entry.name == key:
-            found.append(prefix + key)
-        if isinstance(entry.default_factory, type) and is_dataclass(entry.default_factory):
-            found += _elsewhere(key, entry.default_factory, f"{prefix}{entry.name}.")
-    return found
 
 
 def _read_speeds(given: Any) -> Any:
@@ -342,12 +302,8 @@ def _read_speeds(given: Any) -> Any:
         return saved["speeds"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"cluster.speeds={given}: must be a list, {MEASURE}, or the speeds.json of a run ({_first_line(error)})"
+            f"cluster.speeds={given}: must be a list, {MEASURE}, or the speeds.json of a run ({first_line(error)})"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _plain(value: Any) -> Any:
@@ -360,7 +316,7 @@ def _plain(value: Any) -> Any:
 def validate(config: Config) -> None:
     """Refuse values and combinations that cannot be trained, with one line."""
     cluster, schedule, task = config.cluster, config.schedule, config.task
-    _require(config.name is None or "/" not in config.name, "name", config.name, "must not contain a slash")
+    require(config.name is None or "/" not in config.name, "name", config.name, "must not contain a slash")
     for key, value, least in (
         ("seed", config.seed, 0),
         ("batch_size", config.batch_size, 1),
@@ -378,7 +334,7 @@ def validate(config: Config) -> None:
         ("task.train_limit", task.train_limit, 1),
         ("task.test_limit", task.test_limit, 1),
     ):
-        _require(value is None or value >= least, key, value, f"must be at least {least}")
+        require(value is None or value >= least, key, value, f"must be at least {least}")
     rows: list[tuple[str, float, str, Callable[[float], bool]]] = [
         ("optimizer.learning_rate", config.optimizer.learning_rate, "must be positive", lambda v: v > 0),
         ("optimizer.momentum", config.optimizer.momentum, "must be in [0, 1)", lambda v: 0 <= v < 1),
@@ -396,8 +352,8 @@ def validate(config: Config) -> None:
         ("schedule.decay_factor", schedule.decay_factor, "must be in (0, 1]", lambda v: 0 < v <= 1),
     ]
     for key, number, rule, good in rows:
-        _require(math.isfinite(number) and good(number), key, number, rule)
-    _require(
+        require(math.isfinite(number) and good(number), key, number, rule)
+    require(
         not config.optimizer.nesterov or config.optimizer.momentum > 0,
         "optimizer.nesterov",
         True,
@@ -412,22 +368,20 @@ def validate(config: Config) -> None:
         ("logging.wandb_mode", config.logging.wandb_mode, ["online", "offline", "disabled"]),
         *((f"logging.trackers[{i}]", t, ["wandb", "tensorboard"]) for i, t in enumerate(config.logging.trackers)),
     ):
-        near = difflib.get_close_matches(text, choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-        _require(text in choices, key, text, f"is not known; {hint}")
+        require_choice(text, key, choices)
     kind = ALGORITHMS[config.algorithm.name]
     for key, text, allowed in (
         ("algorithm.optimizer_state", config.algorithm.optimizer_state, kind.optimizer_policies),
         ("algorithm.payload", config.algorithm.payload, kind.payloads),
     ):
-        _require(text in allowed, key, text, f"is not for {config.algorithm.name}; choose from {', '.join(allowed)}")
+        require(text in allowed, key, text, f"is not for {config.algorithm.name}; choose from {', '.join(allowed)}")
     _validate_schedule(config)
     _validate_cluster(config)
     _validate_nodes(config)
     _validate_emulation(config)
     for index, target in enumerate(config.evaluation.targets):
-        _require(0 < target <= 1, f"evaluation.targets[{index}]", target, "must be a share in (0, 1], e.g. 0.85")
-    _require(
+        require(0 < target <= 1, f"evaluation.targets[{index}]", target, "must be a share in (0, 1], e.g. 0.85")
+    require(
         config.evaluation.every_epochs <= schedule.epochs,
         "evaluation.every_epochs",
         config.evaluation.every_epochs,
@@ -440,10 +394,10 @@ def _validate_schedule(config: Config) -> None:
     previous = 0
     for index, epoch in enumerate(config.schedule.decay_epochs):
         key = f"schedule.decay_epochs[{index}]"
-        _require(epoch > previous, key, epoch, "must be positive and in increasing order")
-        _require(epoch < epochs, key, epoch, f"is after the last epoch; schedule.epochs is {epochs}, counted from 0")
+        require(epoch > previous, key, epoch, "must be positive and in increasing order")
+        require(epoch < epochs, key, epoch, f"is after the last epoch; schedule.epochs is {epochs}, counted from 0")
         previous = epoch
-    _require(
+    require(
         config.schedule.warmup_epochs <= epochs,
         "schedule.warmup_epochs",
         config.schedule.warmup_epochs,
@@ -458,13 +412,13 @@ def _validate_schedule(config: Config) -> None:
         raise ConfigError(f"algorithm.{message}") from error
     fragments = config.algorithm.fragments
     if fragments != 1:
-        _require(config.algorithm.name == "cocod", "algorithm.fragments", fragments, "is only for cocod; use 1")
+        require(config.algorithm.name == "cocod", "algorithm.fragments", fragments, "is only for cocod; use 1")
         try:
             CoCoDSGD(pairs, payload=config.algorithm.payload, fragments=fragments)
         except ValueError as error:
             raise ConfigError(f"algorithm.{error}") from error
     for first, _ in pairs:
-        _require(first < epochs, "algorithm.period", pairs, f"changes after the last epoch; schedule.epochs is {epochs}")
+        require(first < epochs, "algorithm.period", pairs, f"changes after the last epoch; schedule.epochs is {epochs}")
 
 
 def _validate_cluster(config: Config) -> None:
@@ -473,7 +427,7 @@ def _validate_cluster(config: Config) -> None:
         _require_list(cluster.speeds, "cluster.speeds", f"must be a list such as [1, 2], or {MEASURE}")
         _require_length(cluster.speeds, "cluster.speeds", cluster.num_workers)
         for index, speed in enumerate(cluster.speeds):
-            _require(_is_number(speed), f"cluster.speeds[{index}]", speed, "is not a number")
+            require(_is_number(speed), f"cluster.speeds[{index}]", speed, "is not a number")
         cluster.speeds = [float(speed) for speed in cluster.speeds]
         try:
             check_speeds(cluster.speeds)
@@ -492,19 +446,19 @@ def _validate_cluster(config: Config) -> None:
         except ValueError as error:
             raise ConfigError(f"cluster.{error}") from error
     if cluster.proportional:
-        _require(
+        require(
             cluster.speeds is not None,
             "cluster.proportional",
             True,
             f"needs cluster.speeds: one relative speed for each of {workers} workers, or {MEASURE}",
         )
-        _require(
+        require(
             not by_steps,
             "cluster.proportional",
             True,
             "does not go with asynlocal, which takes equal batches; set cluster.proportional=false",
         )
-    _require(
+    require(
         cluster.replan_epochs is None or cluster.proportional,
         "cluster.replan_epochs",
         cluster.replan_epochs,
@@ -518,25 +472,25 @@ def _validate_nodes(config: Config) -> None:
     if size == 1:
         return
     key = "cluster.workers_per_replica"
-    _require(cluster.num_workers % size == 0, key, size, f"does not divide cluster.num_workers={cluster.num_workers}")
-    _require(
+    require(cluster.num_workers % size == 0, key, size, f"does not divide cluster.num_workers={cluster.num_workers}")
+    require(
         not ALGORITHMS[name].reduces_gradients, key, size, f"is not for {name}, which sums gradients over all workers; use 1"
     )
     payload = config.algorithm.payload
-    _require(payload == "fp32", "algorithm.payload", payload, f"is not sent between nodes ({key}={size}); use fp32")
+    require(payload == "fp32", "algorithm.payload", payload, f"is not sent between nodes ({key}={size}); use fp32")
     if not ALGORITHMS[name].same_period:
         speeds = [] if cluster.speeds == MEASURE else config.speeds
         uneven = cluster.speeds == MEASURE or any(speed != speeds[i - i % size] for i, speed in enumerate(speeds))
-        _require(not uneven, key, size, f"with {name} needs cluster.speeds that are equal inside every node")
+        require(not uneven, key, size, f"with {name} needs cluster.speeds that are equal inside every node")
 
 
 def _validate_emulation(config: Config) -> None:
     link, slowdown = config.emulate.link, config.emulate.slowdown
     if link.bandwidth_mbit is not None:
         good = math.isfinite(link.bandwidth_mbit) and link.bandwidth_mbit > 0
-        _require(good, "emulate.link.bandwidth_mbit", link.bandwidth_mbit, "must be positive; null: no limit")
+        require(good, "emulate.link.bandwidth_mbit", link.bandwidth_mbit, "must be positive; null: no limit")
     good = math.isfinite(link.latency_ms) and link.latency_ms >= 0
-    _require(good, "emulate.link.latency_ms", link.latency_ms, "must not be negative")
+    require(good, "emulate.link.latency_ms", link.latency_ms, "must not be negative")
     if slowdown is None:
         return
     _require_list(slowdown, "emulate.slowdown", "must be a list such as [1, 2], one factor per worker")
@@ -545,16 +499,16 @@ def _validate_emulation(config: Config) -> None:
         key = f"emulate.slowdown[{index}]"
         pairs = entry if isinstance(entry, list) else [[0, entry]]
         shaped = bool(pairs) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-        _require(shaped, key, entry, "must be a factor, or (first epoch, factor) pairs such as [[0, 1], [2, 4]]")
+        require(shaped, key, entry, "must be a factor, or (first epoch, factor) pairs such as [[0, 1], [2, 4]]")
         firsts = [first for first, _ in pairs]
         in_order = all(type(first) is int for first in firsts) and firsts == sorted(set(firsts)) and firsts[0] == 0
-        _require(in_order, key, entry, "must begin at epoch 0, and its epochs must increase")
-        _require(
+        require(in_order, key, entry, "must begin at epoch 0, and its epochs must increase")
+        require(
             firsts[-1] < config.schedule.epochs, key, entry, f"changes after epoch {config.schedule.epochs - 1}, the last"
         )
         for _, factor in pairs:
             good = _is_number(factor) and math.isfinite(factor) and factor >= 1
-            _require(good, key, factor, "must be finite and at least 1; to emulate a faster worker, slow the others down")
+            require(good, key, factor, "must be finite and at least 1; to emulate a faster worker, slow the others down")
 
 
 def _is_number(value: object) -> bool:
@@ -562,14 +516,9 @@ def _is_number(value: object) -> bool:
 
 
 def _require_list(value: object, key: str, rule: str) -> None:
-    _require(isinstance(value, list), key, value, rule)
+    require(isinstance(value, list), key, value, rule)
 
 
 def _require_length(values: list[Any], key: str, num_workers: int) -> None:
     rule = f"has {len(values)} entries for cluster.num_workers={num_workers}; give one per worker"
-    _require(len(values) == num_workers, key, values, rule)
-
-
-def _require(good: bool, key: str, value: object, rule: str) -> None:
-    if not good:
-        raise ConfigError(f"{key}={value}: {rule}")
+    require(len(values) == num_workers, key, values, rule)

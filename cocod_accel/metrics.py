@@ -126,14 +126,15 @@ class RunFolder:
                     (unfinished / _LAUNCHER).write_text(launcher)
                     begun = bool(checkpoints_in(unfinished / "checkpoints"))
                     return Place(unfinished, is_continued=True, start=None if begun else start)
-            path = RunFolder._create(config)
+            path = RunFolder.create(config)
             (path / _LAUNCHER).write_text(launcher)
             return Place(path, start=start)
         except OSError as error:
             raise ConfigError(f"output={config.output}: a run folder cannot be made there ({error.strerror})") from error
 
     @staticmethod
-    def _create(config: Config) -> Path:
+    def create(config: Config) -> Path:
+        """A new folder with the configuration in it, in use until this process ends."""
         root = Path(config.output)
         root.mkdir(parents=True, exist_ok=True)
         for number in range(1, 10_000):

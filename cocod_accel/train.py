@@ -17,7 +17,7 @@ from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.calibration import calibrate
 from cocod_accel.checkpoint import CheckpointError
 from cocod_accel.comm import default_group, try_together
-from cocod_accel.config import MEASURE, Config, ConfigError, load_config, save_config
+from cocod_accel.config import MEASURE, Config, ConfigError, load_config, load_training_config, save_config
 from cocod_accel.faults import Watch, default_store, end_process
 from cocod_accel.metrics import Place, RunFolder
 from cocod_accel.tasks import Task, build_model, build_task
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
     """Check everything that can be checked alone, then connect and train."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     arguments = runtime.without_launcher_arguments(arguments)
-    config = load_config(arguments)
+    config = load_training_config(arguments)
     runtime.seed_everything(config.seed)  # the same model on every worker
     task = build_task(config)
     for rank in range(config.cluster.num_workers):

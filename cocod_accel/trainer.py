@@ -570,7 +570,7 @@ class Trainer:
             "workers_per_replica": config.cluster.workers_per_replica,
             "proportional": config.cluster.proportional,
             "batches": list(self.work.plan.batches),
-            "clock": "real" if config.emulated is None else "emulated",
+            "clock": config.clock,
             "emulated": config.emulated,
             "steps": self.step,
             "epochs": config.schedule.epochs,

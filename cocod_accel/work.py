@@ -40,7 +40,8 @@ class Work:
                 period=periods[-1] if own_period else None,
             )
             rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
-            all_steps = tuple(steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in periods)
+            steps_of = {k: steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in set(periods)}
+            all_steps = tuple(steps_of[k] for k in periods)
         except ValueError as error:
             total = config.cluster.global_batch
             key = f"batch_size={config.batch_size}" if total is None else f"cluster.global_batch={total}"

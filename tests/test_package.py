@@ -36,8 +36,8 @@ LIBRARY = [
     "hf",
 ]
 TRAINER = [
-    "schedule", "tables", "config", "runtime", "tasks", "calibration",
-    "faults", "metrics", "trackers", "work", "trainer", "report", "train",
+    "schedule", "tables", "strict", "config", "cluster", "runtime", "tasks", "calibration",
+    "faults", "metrics", "trackers", "work", "trainer", "simulator", "report", "train",
     "lab", "bench", "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER

@@ -43,7 +43,9 @@ _TIMELINE_LANES = 16
 def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]) -> dict[str, Figure]:
     """Every figure that these runs have something to show in, by the name of its file."""
     with mpl.rc_context(_SETTINGS):
-        figures = {"loss_over_epochs": _loss(comparison), "accuracy_over_time": _accuracy(comparison)}
+        figures: dict[str, Figure] = {}
+        if comparison.has_learnt:
+            figures |= {"loss_over_epochs": _loss(comparison), "accuracy_over_time": _accuracy(comparison)}
         if scaling is not None:
             figures["speedup_over_workers"] = _speedup(scaling)
         if spans:

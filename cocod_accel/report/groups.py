@@ -69,6 +69,8 @@ class Group:
     times: list[float | None] = field(default_factory=list)
     #: The baseline's mean time to the target over this group's; None if either has a run that never reaches it.
     speedup: float | None = None
+    #: Its samples a second over the baseline's.
+    throughput: float | None = None
     #: The label of the group it is measured against.
     baseline: str | None = None
 
@@ -85,6 +87,10 @@ class Group:
         """Seconds to the target, if every run reached it."""
         reached = [seconds for seconds in self.times if seconds is not None]
         return Stat.of(reached) if reached and len(reached) == len(self.times) else None
+
+    @property
+    def has_learnt(self) -> bool:
+        return self.first.has_learnt
 
     @property
     def config(self) -> dict[str, str]:
@@ -104,6 +110,11 @@ class Comparison:
     def of(self, label: str | None) -> Group | None:
         return next((group for group in self.groups if group.label == label), None)
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether any of them has an accuracy."""
+        return any(group.has_learnt for group in self.groups)
+
 
 def compare(runs: Sequence[Run], target: float | None = None, baseline: str | None = None) -> Comparison:
     """Group, measure and rank. ``baseline``: an algorithm, or the label of a group; default: ssgd, else the first group."""
@@ -121,10 +132,11 @@ def compare(runs: Sequence[Run], target: float | None = None, baseline: str | No
     return Comparison(groups, target, _notes(groups, target))
 
 
-def _rank(group: Group) -> tuple[bool, float, float]:
-    """The first to reach the target comes first; those that do not, by their accuracy."""
+def _rank(group: Group) -> tuple[bool, float, float, float]:
+    """The first to reach the target comes first; those that do not, by their accuracy, or else by their speed."""
     time = math.inf if group.time is None or math.isnan(group.time.mean) else group.time.mean
-    return (not group.first.is_finished, time, -group.stats["best_accuracy"].mean)
+    accuracy = group.stats["best_accuracy"].mean if group.has_learnt else 0.0
+    return (not group.first.is_finished, time, -accuracy, -group.stats["samples_per_second"].mean)
 
 
 # ----------------------------------------------------------------------------------------------- grouping
@@ -143,7 +155,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         alone = None if run.is_finished else str(run.source)
-        key = (frozenset(compared(run).items()), run.clock, alone)
+        key = (frozenset(compared(run).items()), run.clock, run.has_learnt, alone)
         groups.setdefault(key, []).append(run)
     result = [Group(members) for members in groups.values()]
     for group, label in zip(result, labels(result), strict=True):
@@ -204,8 +216,9 @@ def told(key: str, value: str) -> str:
 
 
 def common_target(runs: Sequence[Run]) -> float | None:
-    """The highest of the runs' own targets that all of them reached, else the highest that any did."""
+    """The highest of the runs' own targets that all that learn reached, else the highest that any did."""
     targets: set[float] = set()
+    runs = [run for run in runs if run.has_learnt]
     for run in runs:
         listed = (run.summary or {}).get("time_to_accuracy") or json.loads(run.config["evaluation.targets"])
         targets |= {float(target) for target in listed}
@@ -238,6 +251,8 @@ def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
             continue
         other = min(candidates, key=lambda o: (not o.first.is_finished, len(differing_keys([o.config, group.config]))))
         group.baseline = other.label
+        own, others = (these.stats["samples_per_second"].mean for these in (group, other))
+        group.throughput = own / others if others > 0 and math.isfinite(own / others) else None
         if group.time is not None and other.time is not None and group.time.mean > 0:
             ratio = other.time.mean / group.time.mean
             group.speedup = ratio if math.isfinite(ratio) else None
@@ -250,6 +265,8 @@ def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
         if run.clock != "real":
             by_clock.setdefault(f"{run.clock}{f' ({run.emulated})' if run.emulated else ''}", []).append(group.label)
     notes = [f"{clock}: {', '.join(named)}" for clock, named in by_clock.items()]
+    if any(group.first.clock == "simulated" for group in groups):
+        notes.append("spans of simulated runs are those of some steps and workers in the middle of the run")
     for group in groups:
         if not group.first.is_finished:
             epoch = group.first.evaluations[-1].get("epoch", "?")
@@ -266,6 +283,8 @@ def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
         notes.append(f"configurations also differ in {', '.join(sorted(others))}")
     if len({setting(group) for group in groups}) > 1:
         notes.append("speedup is taken only between runs of the same task, model, number of workers and emulation")
-    if target is None:
+    if not any(group.has_learnt for group in groups):
+        notes.append("simulated without learning, so there is no accuracy; rows are in the order of their samples a second")
+    elif target is None:
         notes.append("no run reached any of its targets; give --target for a time to accuracy")
     return notes

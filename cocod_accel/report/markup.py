@@ -124,6 +124,10 @@ def values_table(comparison: Comparison, key: str, title: str, show: Callable[[f
     return _folded(f"{caption}, as a table", table(caption, header, rows, sortable=False))
 
 
+def time_alone_note() -> str:
+    return '<p class="quiet">These runs were simulated without learning, so there are no curves of accuracy and loss.</p>'
+
+
 def scaling_section(scaling: Scaling | None) -> str:
     if scaling is None:
         return '<p class="quiet">All runs have the same number of workers, so there is no speedup over workers to draw.</p>'

@@ -34,6 +34,8 @@ MEASURES = (
     "comm_exposed_seconds",
     "comm_hidden_seconds",
 )
+#: Those that a run without learning has not.
+_LEARNT = ("best_accuracy", "final_accuracy")
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,18 @@ class Run:
         """real, emulated or simulated: what its seconds are."""
         if self.summary is not None and "clock" in self.summary:
             return str(self.summary["clock"])
-        return "emulated" if any(row.get("emulated") for row in self.rows) else "real"
+        return next((clock for clock in ("simulated", "emulated") if any(row.get(clock) for row in self.rows)), "real")
 
     @property
     def emulated(self) -> str | None:
         """What was emulated or simulated, in words."""
         said = (self.summary or {}).get("emulated")
         return str(said) if said else None
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether there is, or may be, an accuracy: a simulated run may be of time alone."""
+        return self.summary is None or self.summary.get("best_accuracy") is not None
 
     @property
     def evaluations(self) -> list[Mapping[str, Any]]:
@@ -95,7 +102,7 @@ class Run:
     def measures(self) -> dict[str, float]:
         """:data:`MEASURES` of this run; an unfinished one's are those until now, communication being worker 0's."""
         if self.summary is not None:
-            return {key: float(self.summary[key]) for key in MEASURES}
+            return {key: math.nan if self.summary[key] is None else float(self.summary[key]) for key in MEASURES}
         last: dict[str, Any] = {}
         for row in self.rows:
             last.update({key: value for key, value in row.items() if is_number(value)})
@@ -123,7 +130,7 @@ def time_to_target(run: Run, target: float) -> float | None:
     if f"{target:g}" in known:
         seconds = known[f"{target:g}"]
         return None if seconds is None else float(seconds)
-    return None if run.summary["best_accuracy"] < target else math.nan
+    return None if not run.has_learnt or run.summary["best_accuracy"] < target else math.nan
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -214,7 +221,9 @@ def checked(run: Run) -> Run:
         if not run.evaluations:
             raise ValueError(f"{where}: has no evaluation yet, so there is no accuracy to compare; wait, or leave it out")
         return run
-    missing = [key for key in MEASURES if not is_number(run.summary.get(key))]
+    time_alone = run.clock == "simulated" and all(key in run.summary and run.summary[key] is None for key in _LEARNT)
+    wanted = [key for key in MEASURES if not (time_alone and key in _LEARNT)]
+    missing = [key for key in wanted if not is_number(run.summary.get(key))]
     if missing:
         raise ValueError(f"{where}: its summary has no {missing[0]}, so it has no metric in common with other runs")
     return run

@@ -37,16 +37,24 @@ def columns(comparison: Comparison) -> list[Column]:
         Column("n", "runs of this configuration, one per seed", lambda g: str(len(g.runs)), lambda g: len(g.runs)),
         Column("workers", "number of workers", lambda g: str(g.first.num_workers), lambda g: g.first.num_workers),
     ]
-    if comparison.target is not None:
+    if comparison.target is not None and comparison.has_learnt:
         goal = percent(comparison.target)
         result += [
             Column(f"s to {goal}", f"training seconds at the first evaluation at or above {goal}", time_text, _time_value),
             Column("speedup", f"the baseline's mean seconds to {goal} over this row's", speedup_text, _speedup_value),
         ]
+    if comparison.has_learnt:
+        result += [
+            measure("best %", "best test accuracy of the averaged model", "best_accuracy", _two, 100),
+            measure("final %", "test accuracy at the end", "final_accuracy", _two, 100),
+        ]
+    else:
+        result += [
+            Column("ms/step", "training seconds over worker 0's steps", _step_text, _step_milliseconds),
+            Column("faster", "its samples a second over the baseline's", _throughput_text, _throughput_value),
+        ]
     return [
         *result,
-        measure("best %", "best test accuracy of the averaged model", "best_accuracy", _two, 100),
-        measure("final %", "test accuracy at the end", "final_accuracy", _two, 100),
         measure("training s", "training seconds of the slowest worker, evaluation excluded", "train_seconds", _one),
         measure("samples/s", "training samples a second, all workers together", "samples_per_second", _none),
         measure("MB sent", "what one worker sent", "comm_bytes", _one, 1e-6),
@@ -80,6 +88,8 @@ def with_spread(stat: Stat, show: Callable[[float], str], factor: float = 1.0) -
 
 def time_text(group: Group) -> str:
     """Seconds to the target; ``never``; or how many of the runs reached it, where a mean would mislead."""
+    if not group.has_learnt:
+        return "-"
     if group.time is not None:
         return "?" if math.isnan(group.time.mean) else with_spread(group.time, _one)
     return "never" if group.num_reached == 0 else f"{group.num_reached} of {len(group.times)}"
@@ -87,6 +97,24 @@ def time_text(group: Group) -> str:
 
 def _time_value(group: Group) -> float:
     return math.nan if group.time is None else group.time.mean
+
+
+def _step_milliseconds(group: Group) -> float:
+    steps = (group.first.summary or {}).get("steps")
+    return 1e3 * group.stats["train_seconds"].mean / steps if steps else math.nan
+
+
+def _step_text(group: Group) -> str:
+    milliseconds = _step_milliseconds(group)
+    return "-" if math.isnan(milliseconds) else _one(milliseconds)
+
+
+def _throughput_text(group: Group) -> str:
+    return "-" if group.throughput is None else f"{group.throughput:.2f}x"
+
+
+def _throughput_value(group: Group) -> float:
+    return math.nan if group.throughput is None else group.throughput
 
 
 def speedup_text(group: Group) -> str:
@@ -183,17 +211,20 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def verdicts(comparison: Comparison) -> list[str]:
     """Who reaches the target first, by how much, and why: one line for each setting in which there is a contest."""
-    if comparison.target is None:
+    if comparison.target is None and comparison.has_learnt:
         return []
     settings: dict[frozenset[tuple[str, str]], list[Group]] = {}
     for group in comparison.groups:
+        if comparison.has_learnt and not group.has_learnt:
+            continue
         settings.setdefault(setting(group), []).append(group)
     said = []
     for groups in settings.values():
         first = groups[0].first
         where = f"{first.config['task.name']}, {first.config['model.name']}, {first.num_workers} workers"
         prefix = f"{where}{'' if first.clock == 'real' else f', {first.clock}'}: "
-        lines = _verdict(comparison, groups) if len(groups) > 1 else []
+        verdict = _verdict(comparison, groups) if comparison.has_learnt else _speed_verdict(comparison, groups)
+        lines = verdict if len(groups) > 1 else []
         said += lines if len(settings) == 1 else [prefix + line for line in lines[:1]]
     return said
 
@@ -223,6 +254,19 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
         ]
     close = [group.label for group in groups[1:] if _overlaps(first, group)]
     return lines + ([f"within the spread over seeds: {', '.join(close)}"] if close else [])
+
+
+def _speed_verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
+    """Of runs of time alone: who trains most samples a second."""
+    first = groups[0]  # ranked
+    line = f"{first.label} trains most samples a second, {first.stats['samples_per_second'].mean:.0f}"
+    baseline = comparison.of(first.baseline)
+    if baseline is None or baseline is first or first.throughput is None:
+        return [line]
+    return [
+        f"{line}: {first.throughput:.2f} times as many as {baseline.label}",
+        f"waiting for communication: {_share(first)} of its training time, {_share(baseline)} of {baseline.label}'s",
+    ]
 
 
 def _share(group: Group) -> str:

@@ -43,7 +43,7 @@ class Snapshot:
     waits: Mapping[int, tuple[float, float]] | None = None
     #: Until the end of the training, evaluations included.
     left_seconds: float | None = None
-    emulated: bool = False
+    clock: str = "real"
 
 
 def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snapshot:
@@ -74,7 +74,7 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
         train_seconds=seconds,
         waits=_waits(spans),
         left_seconds=left,
-        emulated=run.clock == "emulated",
+        clock=run.clock,
     )
 
 
@@ -103,7 +103,7 @@ def lines(now: Snapshot) -> list[str]:
     steps = f"step {now.step}" + (f" of {now.num_steps}" if now.num_steps is not None else "")
     left = "after the first evaluation" if now.left_seconds is None else f"about {duration(now.left_seconds)}"
     said = [
-        f"{now.name}{' (emulated)' if now.emulated else ''}",
+        f"{now.name}{'' if now.clock == 'real' else f' ({now.clock})'}",
         f"[{bar}] {share:4.0%}  epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}, {steps}",
         f"time left  {left}",
         f"accuracy   {_percent(now.accuracy)} (best {_percent(now.best_accuracy)})",
@@ -182,9 +182,14 @@ def row_age(folder: Path) -> float:
 
 def _ended(folder: Path) -> str:
     summary = read_summary(folder)
+    learnt = ""
+    if summary["best_accuracy"] is not None:
+        learnt = f", accuracy {summary['final_accuracy']:.2%} (best {summary['best_accuracy']:.2%})"
+    clock = str(summary.get("clock", "real"))
+    time_of = "training" if clock == "real" else f"{clock} training"
     return (
-        f"{folder.name}: ended, accuracy {summary['final_accuracy']:.2%} (best {summary['best_accuracy']:.2%}) after "
-        f"{duration(summary['train_seconds'])} of training; waited {summary['comm_exposed_seconds']:.1f} s for communication"
+        f"{folder.name}: ended{learnt} after {duration(summary['train_seconds'])} of {time_of}; "
+        f"waited {summary['comm_exposed_seconds']:.1f} s for communication"
     )
 
 

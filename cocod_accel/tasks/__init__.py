@@ -12,9 +12,10 @@ from torch import nn
 
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.tasks.data import DATASETS, Task, own_task
+from cocod_accel.tasks.facts import TaskFacts, known_facts
 from cocod_accel.tasks.models import MODELS
 
-__all__ = ["DATASETS", "MODELS", "Task", "build_model", "build_optimizer", "build_task"]
+__all__ = ["DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "task_facts"]
 
 
 def build_task(config: Config) -> Task:
@@ -26,7 +27,16 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def build_model(config: Config, task: Task) -> nn.Module:
+def task_facts(config: Config) -> TaskFacts:
+    """What is known of ``task`` without its data; a user's own is made for it."""
+    if ":" in config.task.name:
+        task = build_task(config)
+        return TaskFacts(task.num_train, task.num_test, task.input_shape, task.num_classes)
+    _choose(DATASETS, config.task.name, "task.name")
+    return known_facts(config)
+
+
+def build_model(config: Config, task: Task | TaskFacts) -> nn.Module:
     """The model that ``model`` names, for the images and classes of ``task``."""
     name = config.model.name
     if ":" in name:

@@ -274,8 +274,8 @@ def cifar100(config: Config) -> Task:
     return _image_task(config, train, test, _CIFAR100, 100, augment=True)
 
 
-def synthetic(config: Config) -> Task:
-    """Made up and learnable: task.args = {num_train, num_test, num_classes, size, channels, noise}, seeded"""
+def synthetic_options(config: Config) -> dict[str, Any]:
+    """``task.args`` of the synthetic task, checked, with what is not given."""
     options: dict[str, Any] = {
         "num_train": 512,
         "num_test": 256,
@@ -291,6 +291,12 @@ def synthetic(config: Config) -> Task:
         if not number or (key != "noise" and not isinstance(value, int)):
             raise ConfigError(f"task.args.{key}={value}: must be a positive number" + ("" if key == "noise" else ", whole"))
         options[key] = value
+    return options
+
+
+def synthetic(config: Config) -> Task:
+    """Made up and learnable: task.args = {num_train, num_test, num_classes, size, channels, noise}, seeded"""
+    options = synthetic_options(config)
     generator = torch.Generator().manual_seed(config.seed)
     shape = (options["channels"], options["size"], options["size"])
     centres = torch.randn(options["num_classes"], *shape, generator=generator)

@@ -1,0 +1,103 @@
+"""What travels in a run and what it takes: sizes of the real model's payloads, laid out by the code that sends them.
+
+Tensors are on the meta device: they have sizes and no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.cluster import Cluster
+from cocod_accel.comm import ring_bytes
+from cocod_accel.config import Config, ConfigError
+from cocod_accel.flat import FlatCopy, as_real, balanced_cuts
+from cocod_accel.payload import CODECS, Layout, Wire
+from cocod_accel.simulator.fleet import Parcel
+from cocod_accel.tasks import TaskFacts, build_model
+
+#: A payload given in bytes is that of a model of so many equal parameters, so that it can be cut into fragments.
+_PIECES = 256
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """Every transfer of a run."""
+
+    #: Of a step, for algorithms that send gradients.
+    gradients: Parcel
+    #: Of a round, one for each part of the model.
+    parts: tuple[Parcel, ...]
+    #: The exact mean at the end.
+    final: Parcel
+
+
+def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: TaskFacts) -> Parcels:
+    """What ``algorithm`` sends of the model of ``config``, and what that takes on ``cluster``."""
+    parameters, buffers = _tensors(config, cluster, facts)
+    sizes = [as_real(parameter).numel() for parameter in parameters]
+    if algorithm.fragments > max(1, len(parameters)):
+        raise ConfigError(
+            f"algorithm.fragments={algorithm.fragments}: is more than the model's {len(parameters)} trainable parameters"
+        )
+    extras = buffers + parameters * _num_states(config) if algorithm.optimizer_state == "average" else buffers
+
+    def parcel(*collectives: Sequence[Tensor]) -> Parcel:
+        payloads = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in collectives]
+        return Parcel(
+            sum(cluster.allreduce_seconds(size) for size in payloads if size),
+            sum(ring_bytes(tensors, cluster.num_workers) for tensors in collectives),
+        )
+
+    if algorithm.reduces_gradients:
+        # S-SGD sends gradients as they are, Pipe-SGD a flat copy of them in float32 at least.
+        flat = [p.detach() for p in parameters] if algorithm.name == "ssgd" else FlatCopy(parameters).buffers
+        gradients, parts = parcel(flat), []
+    else:
+        with_buffers = algorithm.name != "cocod"
+        cut = [parameters[these] for these in balanced_cuts(sizes, algorithm.fragments)]
+        gradients = Parcel(0.0, 0)
+        parts = [parcel(*_collectives(p, extras if with_buffers else [], algorithm, cluster.num_workers)) for p in cut]
+    return Parcels(gradients, tuple(parts), parcel(FlatCopy(parameters, extras).buffers))
+
+
+def _collectives(
+    parameters: list[Tensor], extras: list[Tensor], algorithm: Algorithm, num_workers: int
+) -> list[list[Tensor]]:
+    """One round's collectives, each as what it sums; a coded exchange sends as much as a ring that sums its bytes."""
+    flat = FlatCopy(parameters, extras)
+    if algorithm.payload == "fp32":
+        return [flat.buffers]
+    codec = CODECS[algorithm.payload]
+    layouts = [Layout(core.numel(), num_workers) for core in flat.cores]
+    return [flat.tails, [Wire(codec, layout, num_workers, torch.device("meta")).bytes for layout in layouts]]
+
+
+def _tensors(config: Config, cluster: Cluster, facts: TaskFacts) -> tuple[list[Tensor], list[Tensor]]:
+    """What is averaged: trainable parameters, and floating buffers."""
+    if cluster.payload_bytes is not None:
+        numel = math.ceil(cluster.payload_bytes / 4)
+        whole = torch.empty(numel, dtype=torch.float32, device="meta")
+        return list(whole.split(math.ceil(numel / _PIECES))), []
+    model = _model(config, facts)
+    trainable: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return trainable, [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def _model(config: Config, facts: TaskFacts) -> nn.Module:
+    if ":" in config.model.name:  # a user's own may not know how to be made without memory
+        return build_model(config, facts).to("meta")
+    with torch.device("meta"):
+        return build_model(config, facts)
+
+
+def _num_states(config: Config) -> int:
+    """Tensors of a parameter's shape that the optimizer keeps for it."""
+    if config.optimizer.name == "sgd":
+        return int(config.optimizer.momentum > 0)
+    return 2

@@ -1,0 +1,140 @@
+"""One simulated run: the trainer's configuration and plan on a cluster's virtual clock."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from cocod_accel.cluster import Cluster
+from cocod_accel.config import Config, ConfigError, load_config, validate
+from cocod_accel.simulator.payloads import parcels_of
+from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
+from cocod_accel.simulator.timeline import Course, Timeline
+from cocod_accel.simulator.times import step_times
+from cocod_accel.tasks import task_facts
+from cocod_accel.work import Work
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run that has been simulated."""
+
+    config: Config
+    cluster: Cluster
+    work: Work
+    timeline: Timeline
+
+    @property
+    def num_samples(self) -> int:
+        """Of all workers."""
+        return sum(s * m for s, m in zip(self.timeline.steps, self.work.plan.batches, strict=True))
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.num_samples / self.timeline.train_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the worker that takes fewest steps; all take equally many unless periods go by speed."""
+        return self.timeline.train_seconds / min(self.timeline.steps)
+
+    @property
+    def speedup(self) -> float:
+        """Samples a second over those of one worker of speed 1 that trains alone."""
+        batch = self.config.batch_size
+        return self.samples_per_second * self.cluster.seconds_alone(batch) / batch
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the training time, spent blocked by communication or by slower workers; of the worker for whom it is most."""
+        return float(self.timeline.fleet.exposed_seconds.max()) / self.timeline.train_seconds
+
+
+def configured(cluster: Cluster, arguments: list[str], algorithm: str | None = None, steps: int | None = None) -> Config:
+    """The configuration of a run on ``cluster``, which says how many workers there are and how fast.
+
+    ``steps``: of worker 0; the schedule is made longer, or cut, to hold them.
+    """
+    speeds = ",".join(repr(speed) for speed in cluster.speeds())
+    own = [f"cluster.num_workers={cluster.num_workers}", f"cluster.speeds=[{speeds}]"]
+    own += [] if algorithm is None else [f"algorithm.name={algorithm}"]
+    config = load_config([*arguments, *own])
+    _refuse(config)
+    config.emulate.cluster = title(cluster)
+    if steps is not None:
+        if steps < 1:
+            raise ConfigError(f"--steps={steps}: must be at least 1")
+        _set_length(config, steps)
+    return config
+
+
+def title(cluster: Cluster) -> str:
+    """A cluster's name, and a digest of all that makes its times, whatever its number of workers."""
+    tree = asdict(cluster)
+    del tree["name"], tree["description"]
+    tree["workers"] = [{key: value for key, value in group.items() if key != "count"} for group in tree["workers"]]
+    del tree["network"]["allreduce_workers"]
+    return f"{cluster.name} {hashlib.blake2b(json.dumps(tree).encode(), digest_size=3).hexdigest()}"
+
+
+def _refuse(config: Config) -> None:
+    """What a simulation would have to leave out."""
+    emulated, cluster = config.emulated, config.cluster
+    if emulated is not None:
+        raise ConfigError(f"emulate: {emulated} is for real runs; describe workers and network in the cluster file")
+    if cluster.workers_per_replica != 1:
+        raise ConfigError(f"cluster.workers_per_replica={cluster.workers_per_replica}: is not simulated; use 1")
+    if cluster.replan_epochs is not None:
+        raise ConfigError(f"cluster.replan_epochs={cluster.replan_epochs}: is not simulated; use null")
+
+
+def _set_length(config: Config, steps: int) -> None:
+    """As many epochs as hold ``steps`` steps of worker 0, and of the schedule what lies in them."""
+    schedule, num_train = config.schedule, task_facts(config).num_train
+    # Periods by speed make epochs of different lengths: none is shorter than the shortest now.
+    shortest = min(Work.of(config, num_train, 0).steps)
+    schedule.epochs = -(-steps // shortest)
+    schedule.decay_epochs = [epoch for epoch in schedule.decay_epochs if epoch < schedule.epochs]
+    schedule.warmup_epochs = min(schedule.warmup_epochs, schedule.epochs)
+    config.algorithm.period = [[first, k] for first, k in config.period_by_epoch if first < schedule.epochs]
+    config.evaluation.every_epochs = min(config.evaluation.every_epochs, schedule.epochs)
+    validate(config)
+
+
+def simulate(
+    cluster: Cluster,
+    config: Config,
+    *,
+    steps: int | None = None,
+    span_steps: int = 0,
+    progress: Callable[[], object] = lambda: None,
+) -> Simulated:
+    """Go through the run of ``config`` on ``cluster``.
+
+    Args:
+        steps: stop after so many of worker 0; None: the whole run.
+        span_steps: keep spans of so many steps in the middle.
+        progress: called after every step.
+    """
+    facts = task_facts(config)
+    work = Work.of(config, facts.num_train, 0)
+    total = sum(work.steps) if steps is None else min(steps, sum(work.steps))
+    algorithm = work.algorithm
+    by_speed = {config.speeds[0]: algorithm.period}
+    for rank, speed in enumerate(config.speeds):
+        if speed not in by_speed:
+            same = algorithm.same_period
+            by_speed[speed] = algorithm.period if same else Work.of(config, facts.num_train, rank).algorithm.period
+    course = Course(
+        algorithm=algorithm.name,
+        periods=[by_speed[speed] for speed in config.speeds],
+        parcels=parcels_of(config, cluster, algorithm, facts),
+        times=step_times(cluster, work.plan.batches, config.seed),
+        fragments=algorithm.fragments,
+        interference=cluster.interference,
+        gradient_overlap=cluster.gradient_overlap,
+    )
+    sample = SpanSample(chosen_ranks(cluster), middle_window(total, span_steps)) if span_steps else None
+    return Simulated(config, cluster, work, Timeline(course, total, sample=sample).run(progress))
