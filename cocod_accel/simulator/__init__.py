@@ -1,0 +1,1 @@
+"""Many workers without their machines: N workers' real optimisation in one process."""
