@@ -70,7 +70,7 @@ class InProcessGroup:
                 raise RuntimeError(f"worker {rank} starts {_kind(parts)} where worker {other} has started {_kind(theirs)}")
             break  # all who came before are alike
         meeting.joined[rank] = parts
-        if not meeting.missing:
+        if len(meeting.joined) == self.size:
             del self._meetings[number]
             _complete([meeting.joined[rank] for rank in range(self.size)])
             meeting.is_over = True

@@ -75,7 +75,9 @@ class _Learner:
     step: int = 0
     #: Steps taken in this epoch.
     index: int = 0
+    #: Of all workers, as far as this one knows.
     samples: float = 0.0
+    all_samples_per_own: float = 1.0
 
 
 class Learning:
@@ -178,7 +180,7 @@ class Learning:
         learner.losses += learner.loss
         learner.step += 1
         learner.index += 1
-        learner.samples += len(labels) * learner.work.all_samples_per_own(self._epoch)
+        learner.samples += len(labels) * learner.all_samples_per_own
 
     def guard(self, rank: int) -> None:
         learner = self._learners[rank]
@@ -225,6 +227,7 @@ class Learning:
             learner.model.train()
             learner.index = 0
             learner.losses.zero_()
+            learner.all_samples_per_own = learner.work.all_samples_per_own(epoch)
             generator = seeded_generator(self.config.seed, "augment", rank, epoch)
             learner.supply = learner.work.supply(
                 self.config, self.task.train, epoch, self._device, seed=self.config.seed, generator=generator
