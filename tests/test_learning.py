@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cocod_accel import ALGORITHMS, CoCoDSGD, LocalSGD, train
@@ -93,9 +94,12 @@ def check_run(run: Path, arguments: Sequence[str]) -> None:
     got = [{"kind": row.kind, "step": row.step, **row.values} for row in learning.rows()]
     assert got == expected
     assert {row["kind"] for row in got} == {"train", "eval"}
-    summary, learnt = json.loads((run / "summary.json").read_text()), learning.learnt()
+    summary, outcome = json.loads((run / "summary.json").read_text()), learning.outcome()
     for key in ("steps", "rounds", "best_accuracy", "final_accuracy", "comm_bytes", "model_digest"):
-        assert getattr(learnt, key) == summary[key], key
+        assert getattr(outcome, key) == summary[key], key
+    exported, ours = load_file(run / "model.safetensors"), learning.model.state_dict()
+    assert exported.keys() == ours.keys()
+    assert all(torch.equal(exported[name], ours[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", list(RUNS))
@@ -332,11 +336,11 @@ def test_sixteen_workers_learn() -> None:
     steps = []
     learning = Learning(config, on_step=lambda: steps.append(1))
     rows = list(learning.rows())
-    assert len(steps) == learning.num_steps == learning.learnt().steps == 40
+    assert len(steps) == learning.num_steps == learning.outcome().steps == 40
     assert [row.step for row in rows if row.kind == "eval"] == [10, 20, 30, 40]
     assert [row.samples for row in rows if row.kind == "eval"] == [640, 1280, 1920, 2560]
-    assert rows[-1].values["accuracy"] == learning.learnt().final_accuracy > 0.9
-    assert learning.learnt().best_accuracy == max(row.values["accuracy"] for row in rows if row.kind == "eval")
+    assert rows[-1].values["accuracy"] == learning.outcome().final_accuracy > 0.9
+    assert learning.outcome().best_accuracy == max(row.values["accuracy"] for row in rows if row.kind == "eval")
 
 
 # ----------------------------------------------------------------------------------------- what is left alone

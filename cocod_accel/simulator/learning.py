@@ -10,7 +10,7 @@ When something happens is not told here. A row says after which step, and a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,20 +32,20 @@ from cocod_accel.work import Work
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the trainer's ``metrics.jsonl``, without what only a clock can tell."""
+class Learnt:
+    """A row of the trainer's ``metrics.jsonl`` without what only a clock can tell: what was learnt after a step."""
 
-    #: "train" or "eval".
+    #: train or eval.
     kind: str
     #: Steps that worker 0 has taken.
     step: int
+    values: Mapping[str, Any]
     #: Samples that all workers together have taken.
     samples: float
-    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Outcome:
     """What the summary of a run says of learning."""
 
     steps: int
@@ -101,7 +101,7 @@ class Learning:
         self._acting: int | None = None
         self._epoch = 0
         self._accuracies: list[float] = []
-        self._rows: list[Row] = []
+        self._rows: list[Learnt] = []
         with kept_randomness():
             seed_everything(config.seed)
             self.task = build_task(config)
@@ -121,8 +121,9 @@ class Learning:
         """Steps that worker 0 takes in all."""
         return sum(self._learners[0].work.steps)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Learnt]:
         """Train, once, and tell what is learnt as it is learnt."""
+        assert self._learners[0].step == 0, "it has been trained"
         epochs, every = self.config.schedule.epochs, self.config.evaluation.every_epochs
         for epoch in range(epochs):
             self._begin_epoch(epoch)
@@ -140,7 +141,7 @@ class Learning:
         with self._in_charge():
             self._lockstep.finish()
 
-    def learnt(self) -> Learnt:
+    def outcome(self) -> Outcome:
         """After all rows: what is known of the run."""
         digests = {model_digest(learner.model) for learner in self._learners}
         if len(digests) != 1:
@@ -148,7 +149,7 @@ class Learning:
                 "the workers' models differ after the last average; please report this with the configuration"
             )
         first = self._learners[0]
-        return Learnt(
+        return Outcome(
             steps=first.step,
             rounds=self._lockstep.workers[0].clock.rounds,
             best_accuracy=max(self._accuracies),
@@ -251,9 +252,9 @@ class Learning:
 
     def _tell(self, kind: str, values: dict[str, Any]) -> None:
         first = self._learners[0]
-        self._rows.append(Row(kind, first.step, first.samples, values))
+        self._rows.append(Learnt(kind, first.step, values, first.samples))
 
-    def _taken_rows(self) -> list[Row]:
+    def _taken_rows(self) -> list[Learnt]:
         rows, self._rows = self._rows, []
         return rows
 
