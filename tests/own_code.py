@@ -83,6 +83,12 @@ def with_shared_statistics() -> nn.Module:
     return nn.Sequential(nn.SyncBatchNorm(1), nn.Flatten(), nn.Linear(64, 10))
 
 
+def with_an_idle_parameter() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+    return model
+
+
 class Failing(nn.Module):
     """On worker 1, its 7th training step raises, or ends the process."""
 

@@ -38,7 +38,7 @@ DEFAULT = [
 ]  # fmt: skip
 #: All that draws random numbers or keeps statistics, and is quick.
 TINY = [
-    *DEFAULT, "task.name=synthetic", "task.args={num_train: 200, num_test: 41, size: 8}", "task.augment=true",
+    *DEFAULT, "task.name=synthetic", "task.args={num_train: 200, num_test: 41, size: 8}",
     "model.name=tests.own_code:with_dropout_and_batch_norm", "batch_size=6",
 ]  # fmt: skip
 #: A user's own data, which goes through a loader.
@@ -53,6 +53,7 @@ OWN = [
 SAMPLED = ["cluster.speeds=[1, 2]", "cluster.proportional=true"]
 RUNS: dict[str, list[str]] = {
     **{name: [*DEFAULT, f"algorithm.name={name}"] for name in ALGORITHMS},
+    "augmented": [*DEFAULT, "algorithm.name=cocod", "task.augment=true"],
     "proportional ssgd": [*TINY, "algorithm.name=ssgd", *SAMPLED, "cluster.shuffle=across"],
     "proportional pipe": [*TINY, "algorithm.name=pipe", *SAMPLED, "optimizer.scale_learning_rate=false"],
     "adam": [*TINY, "algorithm.name=cocod", *SAMPLED, "optimizer.name=adam"],
@@ -91,12 +92,16 @@ def check_run(run: Path, arguments: Sequence[str]) -> None:
     rows = [row for row in map(json.loads, lines) if row["kind"] != "plan"]
     expected = [{k: v for k, v in row.items() if "second" not in k} for row in rows]
     learning = Learning(load_config(list(arguments)))
-    got = [{"kind": row.kind, "step": row.step, **row.values} for row in learning.rows()]
+    learnt = list(learning.rows())
+    got = [{"kind": row.kind, "step": row.step, **row.values} for row in learnt]
     assert got == expected
+    samples = [row["samples_per_second"] * row["train_seconds"] for row in rows if row["kind"] == "train"]
+    assert [row.samples for row in learnt if row.kind == "train"] == pytest.approx(samples)
     assert {row["kind"] for row in got} == {"train", "eval"}
     summary, outcome = json.loads((run / "summary.json").read_text()), learning.outcome()
     for key in ("steps", "rounds", "best_accuracy", "final_accuracy", "comm_bytes", "model_digest"):
         assert getattr(outcome, key) == summary[key], key
+    assert outcome.samples == pytest.approx(summary["samples_per_second"] * summary["train_seconds"])
     exported, ours = load_file(run / "model.safetensors"), learning.model.state_dict()
     assert exported.keys() == ours.keys()
     assert all(torch.equal(exported[name], ours[name]) for name in ours)
@@ -365,7 +370,7 @@ def test_whatever_a_caller_draws_between_rows_changes_nothing() -> None:
     def run(disturbed: bool) -> list[dict[str, Any]]:
         values = []
         for row in Learning(load_config([*TINY, "algorithm.name=cocod"])).rows():
-            values.append(row.values)
+            values.append(dict(row.values))
             if disturbed:
                 torch.rand(3)
         return values
@@ -394,17 +399,22 @@ def test_whatever_a_caller_draws_between_rows_changes_nothing() -> None:
             "algorithm.name=cocod: fragments=9 is more than the model's 6 trainable parameters",
         ),
         (["model.name=tests.own_code:with_shared_statistics"], "algorithm.name=cocod: 0 is a SyncBatchNorm"),
+        (
+            ["model.name=tests.own_code:with_an_idle_parameter", "algorithm.name=ssgd"],
+            "algorithm.name=ssgd: parameter idle has no gradient, which DDP refuses, too; freeze it, or use it",
+        ),
     ],
 )
 def test_what_cannot_be_learnt_is_one_line(options: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Learning(load_config([*TINY, *options]))
+        list(Learning(load_config([*TINY, *options])).rows())
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
 
-def test_a_loss_that_is_no_number_names_worker_and_step_and_enters_no_average() -> None:
-    learning = Learning(load_config([*TINY, "algorithm.name=cocod", "algorithm.period=4"]))
+@pytest.mark.parametrize("period", [4, 50])  # found at a round's end, and where an epoch ends inside a round
+def test_a_loss_that_is_no_number_names_worker_and_step_and_enters_no_average(period: int) -> None:
+    learning = Learning(load_config([*TINY, "algorithm.name=cocod", f"algorithm.period={period}"]))
     compute = learning.compute
 
     def spoilt(rank: int) -> None:
@@ -413,13 +423,15 @@ def test_a_loss_that_is_no_number_names_worker_and_step_and_enters_no_average() 
             learning._learners[1].unchecked[-1].fill_(float("nan"))
 
     learning.compute = spoilt  # type: ignore[method-assign]
+    kinds: list[str] = []
     with pytest.raises(NonFiniteLossError, match="worker 1: the loss is not finite at step 6; lower the learning rate"):
-        list(learning.rows())
+        kinds.extend(row.kind for row in learning.rows())
+    assert "eval" not in kinds
     assert learning._lockstep.workers[0].replica.traffic.num_bytes == 0, "the round of the bad loss was launched"
 
 
 class Unused(nn.Module):
-    """The second layer is never used; on some calls neither is the first."""
+    """Its second layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +445,7 @@ class Unused(nn.Module):
 
 def test_a_parameter_without_a_gradient_is_refused_where_ddp_refuses_it() -> None:
     for name in ("ssgd", "pipe"):
-        with pytest.raises(ValueError, match=r"parameter unused\.weight has had no gradient, which DDP refuses, too"):
+        with pytest.raises(ValueError, match=r"parameter unused\.weight has no gradient, which DDP refuses, too"):
             together([loops.make_algorithm(name, 1)] * 2, [1, 1], [2, 2], Unused)
         together([loops.make_algorithm(name, 1)], [1], [2], Unused)
     together([CoCoDSGD(period=2)] * 2, [1, 1], [5, 5], Unused)

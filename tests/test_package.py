@@ -48,7 +48,7 @@ REPORT = [
     "writing",
 ]  # fmt: skip
 #: Within simulator/, likewise.
-SIMULATOR = ["inprocess", "lockstep", "learning"]
+SIMULATOR = ["inprocess", "lockstep", "turns", "learning"]
 
 
 def test_importing_the_core_needs_torch_alone() -> None:

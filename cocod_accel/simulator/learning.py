@@ -10,8 +10,7 @@ When something happens is not told here. A row says after which step, and a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,8 @@ from cocod_accel.config import MEASURE, Config, ConfigError
 from cocod_accel.randomness import kept_randomness, random_state, set_random_state
 from cocod_accel.runtime import seed_everything, threads_of_each
 from cocod_accel.sharding import seeded_generator
-from cocod_accel.simulator.lockstep import Lockstep
+from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
+from cocod_accel.simulator.turns import Turns
 from cocod_accel.steps import check_finite, evaluation_row, loss_of, score
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
@@ -65,8 +65,6 @@ class _Learner:
     work: Work
     model: nn.Module
     optimizer: Optimizer
-    #: The state of its random numbers while others compute.
-    randomness: dict[str, Any]
     #: The last loss, the sum of this epoch's, and those that have not been looked at.
     loss: Tensor
     losses: Tensor
@@ -94,18 +92,17 @@ class Learning:
         _check(config)
         self.config = config
         self.num_workers = config.cluster.num_workers
-        self._threads = threads_of_each(self.num_workers) if threads is None else threads
         self._on_step = on_step
         on_cpu = config.cluster.device == "cpu" or not torch.cuda.is_available()
         self._device = torch.device("cpu" if on_cpu else "cuda")
-        self._acting: int | None = None
         self._epoch = 0
         self._accuracies: list[float] = []
         self._rows: list[Learnt] = []
         with kept_randomness():
             seed_everything(config.seed)
             self.task = build_task(config)
-            self._learners = self._build()
+            self._learners, states = self._build()
+        self._turns = Turns(states, threads_of_each(self.num_workers) if threads is None else threads)
         try:
             self._lockstep = Lockstep(
                 [learner.model for learner in self._learners],
@@ -114,7 +111,7 @@ class Learning:
                 self._learners[0].work.plan.weights,
             )
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
+            raise self._refusal(error) from error
 
     @property
     def num_steps(self) -> int:
@@ -129,16 +126,16 @@ class Learning:
             self._begin_epoch(epoch)
             limits = [learner.step + learner.work.steps[epoch] for learner in self._learners]
             while any(learner.step < limit for learner, limit in zip(self._learners, limits, strict=True)):
-                with self._in_charge():
-                    self._lockstep.advance(self, limits)
+                with self._turns.in_charge():
+                    self._advance(limits)
                 yield from self._taken_rows()
-            with self._in_charge():
+            with self._turns.in_charge():
                 for rank in range(self.num_workers):
                     self.guard(rank)
                 if (epoch + 1) % every == 0 or epoch + 1 == epochs:
                     self._evaluate()
             yield from self._taken_rows()
-        with self._in_charge():
+        with self._turns.in_charge():
             self._lockstep.finish()
 
     def outcome(self) -> Outcome:
@@ -167,7 +164,7 @@ class Learning:
     # ---- what a worker does of its own
 
     def compute(self, rank: int) -> None:
-        self._become(rank)
+        self._turns.become(rank)
         learner = self._learners[rank]
         steps = learner.work.steps[self._epoch]
         inputs, labels = next(learner.supply)
@@ -206,21 +203,31 @@ class Learning:
 
     # ---- details
 
-    def _build(self) -> list[_Learner]:
-        """Equal models; every process of a real run builds one, and DDP then copies worker 0's."""
+    def _build(self) -> tuple[list[_Learner], list[dict[str, Any]]]:
+        """Workers with equal models, and their random numbers; processes build a model each, and DDP copies worker 0's."""
         works = [Work.of(self.config, self.task.num_train, rank) for rank in range(self.num_workers)]
         before = random_state()
         learners: list[_Learner] = []
+        states = []
         for rank, work in enumerate(works):
             set_random_state(before)
             model = build_model(self.config, self.task).to(self._device)
             if learners:
                 _copy(learners[0].model, model)
             seed_everything(self.config.seed + rank)
+            states.append(random_state())
             zero = torch.zeros((), device=self._device)
-            optimizer = build_optimizer(self.config, model)
-            learners.append(_Learner(work, model, optimizer, random_state(), loss=zero, losses=zero.clone()))
-        return learners
+            learners.append(_Learner(work, model, build_optimizer(self.config, model), loss=zero, losses=zero.clone()))
+        return learners, states
+
+    def _refusal(self, error: Exception) -> ConfigError:
+        return ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}")
+
+    def _advance(self, limits: Sequence[int]) -> None:
+        try:
+            self._lockstep.advance(self, limits)
+        except NoGradientError as error:
+            raise self._refusal(error) from error
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -238,7 +245,7 @@ class Learning:
         rows: list[list[float]] = []
 
         def look(rank: int) -> None:
-            self._become(rank)
+            self._turns.become(rank)
             learner = self._learners[rank]
             learner.model.eval()
             scored = score(learner.model, self.config, self.task, rank, self.num_workers, self._device)
@@ -257,31 +264,6 @@ class Learning:
     def _taken_rows(self) -> list[Learnt]:
         rows, self._rows = self._rows, []
         return rows
-
-    def _become(self, rank: int) -> None:
-        """From now on random numbers are those of worker ``rank``."""
-        if self._acting != rank:
-            self._rest()
-            set_random_state(self._learners[rank].randomness)
-            self._acting = rank
-
-    def _rest(self) -> None:
-        """Keep the state of the random numbers for whoever has used them."""
-        if self._acting is not None:
-            self._learners[self._acting].randomness = random_state()
-            self._acting = None
-
-    @contextmanager
-    def _in_charge(self) -> Iterator[None]:
-        """Inside, threads are those of a worker; afterwards they, and the random numbers, are the caller's again."""
-        threads = torch.get_num_threads()
-        with kept_randomness():
-            torch.set_num_threads(self._threads)
-            try:
-                yield
-            finally:
-                self._rest()
-                torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -32,6 +32,10 @@ from cocod_accel.rounds import RoundClock
 from cocod_accel.simulator.inprocess import InProcessGroup
 
 
+class NoGradientError(ValueError):
+    """A parameter whose gradient all workers are to sum has none."""
+
+
 class Loop(Protocol):
     """What a worker does of its own."""
 
@@ -75,7 +79,7 @@ class Worker:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
             elif self.replica.comm.size > 1:
                 names = [name for name, other in self.subject.module.named_parameters() if other is parameter]
-                raise ValueError(f"parameter {names[0]} has had no gradient, which DDP refuses, too; freeze it, or use it")
+                raise NoGradientError(f"parameter {names[0]} has no gradient, which DDP refuses, too; freeze it, or use it")
         self.buckets = []
         for (dtype, device), parameters in kinds.items():
             sizes = [parameter.numel() for parameter in parameters]
