@@ -144,11 +144,7 @@ class Sync:
             everyone=channels.everyone,
             node=None if self._mates is None else self._mates.replica,
         )
-        if algorithm.optimizer_state == "average":
-            self._replica.optimizer_tensors = lambda: state_tensors(subject.optimizers)
-        if algorithm.payload != "fp32":
-            self._replica.coded = CodedMean(algorithm.payload, channels.between.rank, channels.between.size)
-        self._method = algorithm.bind(self._replica)
+        self._method = bound(algorithm, self._replica, subject.optimizers)
         self._clock = RoundClock(algorithm.period)
         self._is_attached = True
         self._is_averaged = False
@@ -179,14 +175,11 @@ class Sync:
         """
         self._check_usable("averaged()")
         self._counter.settle()
-        slots = self._subject.buffer_slots()
         self._is_averaged = self._counter.paused = True
         try:
-            with self._replica.averaged():
+            with self._subject.bound_buffers(), self._replica.averaged():
                 yield
         finally:
-            for owner, name, buffer in slots:  # modules may have bound other tensors meanwhile
-                owner._buffers[name] = buffer
             self._is_averaged = self._counter.paused = False
 
     def finish(self) -> None:
@@ -429,6 +422,15 @@ class Sync:
         if self._subject.router is not None:
             self._subject.router.channels = self._subject.router.channels_of = None
         self.detach()
+
+
+def bound(algorithm: Algorithm, replica: Replica, optimizers: Sequence[Optimizer]) -> Algorithm:
+    """A copy of ``algorithm`` that works on ``replica``, which averages all that it asks for in the way it asks for."""
+    if algorithm.optimizer_state == "average":
+        replica.optimizer_tensors = lambda: state_tensors(optimizers)
+    if algorithm.payload != "fp32":
+        replica.coded = CodedMean(algorithm.payload, replica.comm.rank, replica.comm.size)
+    return algorithm.bind(replica)
 
 
 def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -140,6 +140,13 @@ class Traffic:
         }
 
 
+#: What is said of optimizer states that cannot be averaged.
+UNLIKE_STATES = (
+    "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
+    'use optimizer_state="keep"'
+)
+
+
 @dataclass
 class Wishes:
     """What a worker may ask all of them to do at a round's end."""
@@ -173,6 +180,14 @@ class _InFlight:
     ballot: Tensor | None = None  # becomes the number of workers that ask to stop, and to save
     beside: list[Handle] = field(default_factory=list)  # of what does not travel with the models
     is_coded: bool = False  # the parameters travel coded, and ``total`` becomes mean_t where they stand
+
+
+@dataclass
+class MeanInFlight:
+    """A mean to be held for a while, on its way; nothing, where a worker is alone or it has been taken."""
+
+    total: FlatCopy | None = None
+    handle: Handle | None = None
 
 
 class Replica:
@@ -356,25 +371,51 @@ class Replica:
     @torch.no_grad()
     def equalise(self) -> None:
         """x <- the mean of all workers' models now, buffers too, blocking."""
+        self.launch_exact()
+        self.adopt_exact()
+
+    def launch_exact(self) -> None:
+        """The first half of :meth:`equalise`: start the mean, in full."""
         assert self._in_flight is None, "merge or adopt what is in flight first"
         self._pair = None  # room for the larger payload: two flat copies at a time are enough
         self.launch(with_buffers=True, exact=True)
+
+    def adopt_exact(self) -> None:
+        """The second half: wait for it, and take it."""
         self.adopt()
         self._pair = None
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Hold the mean of all workers' models, buffers too; afterwards the local state is back bit for bit."""
+        with self.holding(self.launch_mean()):
+            yield
+
+    @torch.no_grad()
+    def launch_mean(self) -> MeanInFlight:
+        """The first half of :meth:`averaged`: start the mean of all workers' models now."""
         if self.coded is not None:
             self.land()  # its mean begins at the common one, which is about to be replaced
+        if self.comm.size == 1 and self.node is None:
+            return MeanInFlight()
+        total = FlatCopy(self.parameters, self._floating_buffers())
+        total.load()
+        for buffer in total.buffers:
+            buffer.mul_(self.weights.factor)
+        if self.node is not None:
+            self.node.average_([segment.flat for segment in total.segments if segment.is_extra])
+        # Not counted in the traffic: this is evaluation, and training time is what the counters explain.
+        return MeanInFlight(total, self.comm.launch(total.buffers))
+
+    @contextmanager
+    def holding(self, flight: MeanInFlight) -> Iterator[None]:
+        """The second half: hold the mean; afterwards the local state is back bit for bit."""
         with torch.no_grad():
-            floating = self._floating_buffers()
             others = [buffer for buffer in self.buffers() if not buffer.is_floating_point()]
             kept_others = [buffer.clone() for buffer in others]
-            local = FlatCopy(self.parameters, floating)
+            local = FlatCopy(self.parameters, self._floating_buffers())
             local.load()
-            if self.comm.size > 1 or self.node is not None:
-                self._adopt_mean_of(local, floating)
+            self._take_mean(flight)
         try:
             yield
         finally:
@@ -383,15 +424,13 @@ class Replica:
                 for buffer, kept in zip(others, kept_others, strict=True):
                     buffer.copy_(kept)
 
-    def _adopt_mean_of(self, local: FlatCopy, floating: list[Tensor]) -> None:
-        """In a frame of its own, so that the mean's memory is free again while somebody evaluates."""
-        mean = FlatCopy(self.parameters, floating)
-        for source, scaled in zip(local.buffers, mean.buffers, strict=True):
-            torch.mul(source, self.weights.factor, out=scaled)
-        if self.node is not None:
-            self.node.average_([segment.flat for segment in mean.segments if segment.is_extra])
-        # Not counted in the traffic: this is evaluation, and training time is what the counters explain.
-        self.comm.launch(mean.buffers).wait()
+    def _take_mean(self, flight: MeanInFlight) -> None:
+        # Nobody refers to it any more afterwards, so that its memory is free again while somebody evaluates.
+        mean, handle = flight.total, flight.handle
+        flight.total = flight.handle = None
+        if mean is None or handle is None:
+            return
+        handle.wait()
         for buffer in mean.buffers:
             mean_(buffer, self.weights.total)
         mean.store()
@@ -513,10 +552,7 @@ class Replica:
             self.traffic.wait_for([self.everyone.launch([sums])])
             first, second = sums.tolist()
             if self.everyone.size * second != first * first:  # equal only if all marks are
-                raise RuntimeError(
-                    "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
-                    'use optimizer_state="keep"'
-                )
+                raise RuntimeError(UNLIKE_STATES)
         return tensors
 
     def _flat_pair(self, extras: list[Tensor]) -> tuple[FlatCopy, FlatCopy]:

@@ -7,7 +7,8 @@ other's averages in silence. So each examines what it was given, all exchange on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -131,14 +132,20 @@ class Subject:
             found.append(buffer)
         return found
 
-    def buffer_slots(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Where every buffer is bound, and to what."""
-        return [
+    @contextmanager
+    def bound_buffers(self) -> Iterator[None]:
+        """Afterwards every buffer is bound to the tensor it is bound to now; modules may bind others meanwhile."""
+        slots = [
             (owner, name, buffer)
             for owner in self.module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
+        try:
+            yield
+        finally:
+            for owner, name, buffer in slots:
+                owner._buffers[name] = buffer
 
 
 @dataclass(frozen=True)

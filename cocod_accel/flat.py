@@ -29,7 +29,7 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _view_like(piece: Tensor, tensor: Tensor) -> Tensor:
+def view_like(piece: Tensor, tensor: Tensor) -> Tensor:
     """``piece`` (flat, same number of elements) shaped like ``tensor``, in its memory order where that is simple."""
     for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
@@ -128,7 +128,7 @@ def _cut(buffer: Tensor, members: list[Tensor], is_extra: bool) -> Iterator[Segm
     sources: list[Tensor] = []
     for member in members:
         real = as_real(member)
-        views.append(_view_like(buffer[offset : offset + real.numel()], real))
+        views.append(view_like(buffer[offset : offset + real.numel()], real))
         sources.append(member)
         offset += real.numel()
         if (offset - start) * buffer.element_size() >= limit:

@@ -133,7 +133,7 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
     if on_cpu:
         if int(os.environ.get("WORLD_SIZE", "1")) == local_workers:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_workers))
+        torch.set_num_threads(threads_of_each(local_workers))
     _connect_after_restart("gloo" if on_cpu else "nccl")
     if uses_deepspeed():
         accelerator = _deepspeed_accelerator(config, on_cpu)
@@ -225,6 +225,11 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def threads_of_each(num_workers: int) -> int:
+    """How many threads each of the workers on this machine computes with."""
+    return max(1, (os.cpu_count() or 1) // num_workers)
 
 
 def has_core_each() -> bool:

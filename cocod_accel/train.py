@@ -20,8 +20,9 @@ from cocod_accel.comm import default_group, try_together
 from cocod_accel.config import MEASURE, Config, ConfigError, load_config, load_training_config, save_config
 from cocod_accel.faults import Watch, default_store, end_process
 from cocod_accel.metrics import Place, RunFolder
+from cocod_accel.steps import NonFiniteLossError
 from cocod_accel.tasks import Task, build_model, build_task
-from cocod_accel.trainer import NonFiniteLossError, Trainer
+from cocod_accel.trainer import Trainer
 from cocod_accel.work import Work
 
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143

@@ -48,15 +48,14 @@ from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
 from cocod_accel.pace import Pace, relative_speeds
 from cocod_accel.packing import flush
 from cocod_accel.runtime import has_core_each
-from cocod_accel.schedule import learning_rate
 from cocod_accel.sharding import (
     balanced_batches,
     fixed_shares,
     seeded_generator,
     with_batches,
 )
+from cocod_accel.steps import check_finite, evaluation_row, loss_of, score
 from cocod_accel.tasks import Task, build_optimizer
-from cocod_accel.tasks.data import batches
 from cocod_accel.trackers import Trackers
 from cocod_accel.work import Position, Work
 
@@ -64,10 +63,6 @@ from cocod_accel.work import Position, Work
 _WORTH_MOVING = 0.05
 #: No worker's batch shrinks to less than this part of batch_size, nor to 1, which BatchNorm cannot take.
 _FEWEST = 8
-
-
-class NonFiniteLossError(RuntimeError):
-    """A worker's loss is no longer a number."""
 
 
 class Trainer:
@@ -182,7 +177,7 @@ class Trainer:
         if self.at.index == 0:
             self.pace.seconds.clear()
         supply = self._batches(epoch)
-        all_per_own = self._all_samples_per_own(epoch)
+        all_per_own = self.work.all_samples_per_own(epoch)
         self.clock.start()
         for index in range(self.at.index, steps):
             begin = time.perf_counter()
@@ -219,52 +214,32 @@ class Trainer:
 
     def _loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         with self.accelerator.autocast():
-            # An engine's own autocast ends with its forward: the loss is formed in float32 all the same.
-            return nn.functional.cross_entropy(self.model(inputs).float(), labels)
+            return loss_of(self.model, inputs, labels)
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """What is left of this worker's batches in an epoch."""
-        across = self.config.cluster.shuffle == "across"
-        sampler = self.work.plan.sampler(self.rank, seed=self.at.seed, across=across)
-        indices = sampler.epoch(epoch, self.work.all_steps[epoch])
         self._generator = seeded_generator(self.at.seed, "augment", self.rank, epoch)
-        skipped = self.at.index
-        if skipped and self.config.loader_workers == 0:
-            indices = indices[skipped * self.work.batch :]
-            if self.at.generator is not None:
-                self._generator.set_state(self.at.generator)
-        supply = batches(
+        if self.at.index and self.config.loader_workers == 0 and self.at.generator is not None:
+            self._generator.set_state(self.at.generator)
+        return self.work.supply(
+            self.config,
             self.task.train,
-            indices,
-            self.work.batch,
+            epoch,
             self.accelerator.device,
+            seed=self.at.seed,
             generator=self._generator,
-            loader_workers=self.config.loader_workers,
+            skipped=self.at.index,
         )
-        if self.config.loader_workers > 0:  # their random numbers can only be drawn again
-            for _ in range(skipped):
-                next(supply)
-        return supply
 
     def _set_learning_rate(self, epoch: float) -> None:
-        base, schedule = self.config.optimizer.learning_rate, self.config.schedule
-        factor = self.work.plan.learning_rate_factor if self.config.optimizer.scale_learning_rate else 1.0
-        rate = learning_rate(
-            epoch, base, base * factor, schedule.warmup_epochs, schedule.decay_epochs, schedule.decay_factor
-        )
+        rate = self.work.learning_rate(self.config, epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def _check_losses(self) -> None:
-        """Raise if a loss since the last call was not finite; one look at the device for all of them."""
+        """Raise if a loss since the last call was not finite."""
         losses, self._unchecked = self._unchecked, []
-        if losses:
-            finite = torch.isfinite(torch.stack(losses))
-            if not bool(finite.all()):
-                step = self.step - len(losses) + 1 + int((~finite).nonzero()[0, 0])
-                raise NonFiniteLossError(
-                    f"worker {self.rank}: the loss is not finite at step {step}; lower the learning rate"
-                )
+        check_finite(losses, self.rank, self.step)
 
     def _now_at(self, where: str) -> None:
         if self._watch is not None:
@@ -345,7 +320,7 @@ class Trainer:
         at.moved_batches = at.paces = at.fixed = None
         at.last_shared = self._shared_step()
         at.seed = f"{self.config.seed}/resumed at {at.step}"
-        at.samples = round(at.all_samples / self._all_samples_per_own(min(at.epoch, len(self.work.steps) - 1)))
+        at.samples = round(at.all_samples / self.work.all_samples_per_own(min(at.epoch, len(self.work.steps) - 1)))
         self.sync.start_at(at_start + at.index)
 
     def _is_same_plan(self, position: Any) -> bool:
@@ -446,33 +421,18 @@ class Trainer:
         self._now_at(f"the evaluation after epoch {epoch + 1}")
         with self.sync.averaged():
             self.model.eval()
-            sums = torch.zeros(2, dtype=torch.float64)
-            indices = torch.arange(self.rank, self.task.num_test, self.accelerator.num_processes)
-            with torch.no_grad():
-                for inputs, labels in batches(
-                    self.task.test, indices, self.config.evaluation.batch_size, self.accelerator.device
-                ):
-                    # The module itself: workers may have different numbers of batches, which DDP need not know.
-                    with torch.autocast(self.accelerator.device.type, torch.bfloat16, self.config.precision == "bf16"):
-                        outputs = self.accelerator.unwrap_model(self.model)(inputs)
-                    sums[0] += (outputs.argmax(1) == labels).sum().item()
-                    sums[1] += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
+            # The module itself: workers may have different numbers of batches, which DDP need not know.
+            module = self.accelerator.unwrap_model(self.model)
+            num_workers = self.accelerator.num_processes
+            scored = score(module, self.config, self.task, self.rank, num_workers, self.accelerator.device)
         samples = self.at.index * self.work.batch
         loss = self.losses.item() / self.at.index
-        mine = [*sums.tolist(), loss * samples, float(samples), self.clock.seconds]
-        rows = self._gather(mine)
-        correct, test_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(4))
+        rows = self._gather([*scored, loss * samples, float(samples), self.clock.seconds])
         seconds = max(row[4] for row in rows)
-        accuracy = correct / self.task.num_test
+        row = {**evaluation_row(epoch, rows, self.task.num_test), "train_seconds": seconds}
+        accuracy = row["accuracy"]
         self.at.accuracy, self.at.best_accuracy = accuracy, max(self.at.best_accuracy, accuracy)
         self.times.note(accuracy, seconds)
-        row = {
-            "epoch": epoch + 1,
-            "accuracy": accuracy,
-            "test_loss": test_loss / self.task.num_test,
-            "train_loss": train_loss / num_samples,
-            "train_seconds": seconds,
-        }
         self._write_row("eval", row, bar)
         if self.is_main and bar.disable:
             print(
@@ -506,11 +466,6 @@ class Trainer:
             "drift": stats.drift,
         }
         self._write_row("train", row, bar)
-
-    def _all_samples_per_own(self, epoch: int) -> float:
-        """Samples of all workers for each of this one's, in an epoch."""
-        used = [b * s for b, s in zip(self.work.plan.batches, self.work.all_steps[epoch], strict=True)]
-        return float(sum(used) / used[self.rank])
 
     def _write_plan(self, epoch: int, speeds: Sequence[float]) -> None:
         """Who takes which batch from ``epoch`` on, counted from 0."""

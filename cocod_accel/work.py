@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.config import Config, ConfigError
-from cocod_accel.schedule import period_in_epoch, period_in_steps
+from cocod_accel.schedule import learning_rate, period_in_epoch, period_in_steps
 from cocod_accel.sharding import WorkPlan, local_periods, plan_workers, steps_in_shards
+from cocod_accel.tasks.data import Batch, Images, batches
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,40 @@ class Work:
     @property
     def batch(self) -> int:
         return self.plan.batches[self.rank]
+
+    def supply(
+        self,
+        config: Config,
+        data: Images | Dataset[Any],
+        epoch: int,
+        device: torch.device,
+        *,
+        seed: int | str,
+        generator: torch.Generator,
+        skipped: int = 0,
+    ) -> Iterator[Batch]:
+        """This worker's batches in an epoch, without the first ``skipped``; random crops and flips from ``generator``."""
+        sampler = self.plan.sampler(self.rank, seed=seed, across=config.cluster.shuffle == "across")
+        indices = sampler.epoch(epoch, self.all_steps[epoch])
+        if config.loader_workers == 0:
+            indices, skipped = indices[skipped * self.batch :], 0
+        found = batches(data, indices, self.batch, device, generator=generator, loader_workers=config.loader_workers)
+        for _ in range(skipped):  # the random numbers of processes can only be drawn again
+            next(found)
+        return found
+
+    def learning_rate(self, config: Config, epoch: float) -> float:
+        """Of all workers together; ``epoch`` counts from 0 and has a fraction."""
+        base, schedule = config.optimizer.learning_rate, config.schedule
+        factor = self.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
+        return learning_rate(
+            epoch, base, base * factor, schedule.warmup_epochs, schedule.decay_epochs, schedule.decay_factor
+        )
+
+    def all_samples_per_own(self, epoch: int) -> float:
+        """Samples of all workers for each of this one's, in an epoch."""
+        used = [b * s for b, s in zip(self.plan.batches, self.all_steps[epoch], strict=True)]
+        return float(sum(used) / used[self.rank])
 
 
 @dataclass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -33,6 +35,22 @@ def make_tensors() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (inputs, labels), (inputs[:30], labels[:30])
 
 
+class Noisy(Stripes):
+    """Draws from everything that a user's data may draw from."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = super().__getitem__(index)
+        return image + 0.1 * torch.randn(()) + 0.1 * random.random() + 0.1 * float(np.random.rand()), label
+
+
+def make_noisy_data() -> tuple[Noisy, Noisy]:
+    return Noisy(60), Noisy(31)
+
+
+def make_forgetful_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
 def make_model(width: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(36, width), nn.ReLU(), nn.Linear(width, 3))
 
@@ -59,6 +77,16 @@ def explode() -> nn.Module:
 def with_dropout_and_batch_norm() -> nn.Module:
     """Everything that makes resuming hard: random numbers in the forward, statistics in buffers."""
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, 10))
+
+
+def with_shared_statistics() -> nn.Module:
+    return nn.Sequential(nn.SyncBatchNorm(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def with_an_idle_parameter() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    model.register_parameter("idle", nn.Parameter(torch.ones(2)))
+    return model
 
 
 class Failing(nn.Module):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cocod_accel
 
 ROOT = Path(cocod_accel.__file__).parent
@@ -37,7 +39,7 @@ LIBRARY = [
 ]
 TRAINER = [
     "schedule", "tables", "strict", "config", "cluster", "runtime", "tasks", "calibration",
-    "faults", "metrics", "trackers", "work", "trainer", "simulator", "report", "train",
+    "faults", "metrics", "trackers", "work", "steps", "trainer", "simulator", "report", "train",
     "lab", "bench", "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER
@@ -45,6 +47,11 @@ ORDER = LIBRARY + TRAINER
 REPORT = [
     "runs", "wandb_files", "groups", "tables", "spans", "look", "curves", "figures", "markup", "page", "trace", "watch",
     "writing",
+]  # fmt: skip
+#: Within simulator/, likewise.
+SIMULATOR = [
+    "fleet", "payloads", "rules", "sampling", "timeline", "times", "inprocess", "lockstep", "turns", "learning", "simulate",
+    "folders", "command",
 ]  # fmt: skip
 
 
@@ -86,15 +93,16 @@ def test_imports_go_one_way() -> None:
             assert ORDER.index(name) <= ORDER.index(module), f"{module} imports {name}, which stands to its right"
 
 
-def test_imports_within_the_report_go_one_way() -> None:
-    for path in (ROOT / "report").glob("*.py"):
+@pytest.mark.parametrize(("package", "order"), [("report", REPORT), ("simulator", SIMULATOR)])
+def test_imports_within_a_package_go_one_way(package: str, order: list[str]) -> None:
+    for path in (ROOT / package).glob("*.py"):
         if path.stem == "__init__":
             continue
-        assert path.stem in REPORT, f"report/{path.name} has no place in the order of imports"
+        assert path.stem in order, f"{package}/{path.name} has no place in the order of imports"
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        modules = [node.module for node in nodes if node.module and node.module.startswith("cocod_accel.report.")]
+        modules = [node.module for node in nodes if node.module and node.module.startswith(f"cocod_accel.{package}.")]
         for name in (module.split(".")[2] for module in modules):
-            assert REPORT.index(name) < REPORT.index(path.stem), f"{path.stem} imports {name}, which stands to its right"
+            assert order.index(name) < order.index(path.stem), f"{path.stem} imports {name}, which stands to its right"
 
 
 def test_only_comm_calls_collectives() -> None:

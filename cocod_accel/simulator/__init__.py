@@ -1,1 +1,1 @@
-"""A cluster in virtual time: the trainer's rounds and rows without the cluster."""
+"""Many workers without their machines: the trainer's rounds on a virtual clock, and what N workers learn, in one process."""

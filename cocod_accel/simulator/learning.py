@@ -1,0 +1,290 @@
+"""What N workers learn: a run of the trainer with all of its workers in one process, without a clock.
+
+Every worker has its own model, optimizer, batches and random numbers, as the processes of a real run have, and the
+trainer's own functions compute with them. With two workers the rows and the final model are those of two processes to the
+bit; with more, up to the order in which sums are formed. Memory grows with N times the size of model, optimizer state and
+averages in flight: activations are those of one worker at a time, and all share one data set.
+
+When something happens is not told here. A row says after which step, and a timeline knows when that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cocod_accel.config import MEASURE, Config, ConfigError
+from cocod_accel.randomness import kept_randomness, random_state, set_random_state
+from cocod_accel.runtime import seed_everything, threads_of_each
+from cocod_accel.sharding import seeded_generator
+from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
+from cocod_accel.simulator.turns import Turns
+from cocod_accel.steps import check_finite, evaluation_row, loss_of, score
+from cocod_accel.tasks import build_model, build_optimizer, build_task
+from cocod_accel.tasks.data import Batch
+from cocod_accel.trainer import model_digest
+from cocod_accel.work import Work
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A row of the trainer's ``metrics.jsonl`` without what only a clock can tell: what was learnt after a step."""
+
+    #: train or eval.
+    kind: str
+    #: Steps that worker 0 has taken.
+    step: int
+    values: Mapping[str, Any]
+    #: Samples that all workers together have taken.
+    samples: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the summary of a run says of learning."""
+
+    steps: int
+    rounds: int
+    best_accuracy: float
+    final_accuracy: float
+    #: What the worker that sends most would have sent.
+    comm_bytes: int
+    samples: float
+    model_digest: int
+
+
+@dataclass
+class _Learner:
+    """One worker, as a process of its own would hold it."""
+
+    work: Work
+    model: nn.Module
+    optimizer: Optimizer
+    #: The last loss, the sum of this epoch's, and those that have not been looked at.
+    loss: Tensor
+    losses: Tensor
+    unchecked: list[Tensor] = field(default_factory=list)
+    supply: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    step: int = 0
+    #: Steps taken in this epoch.
+    index: int = 0
+    #: Of all workers, as far as this one knows.
+    samples: float = 0.0
+    all_samples_per_own: float = 1.0
+
+
+class Learning:
+    """All workers of one run.
+
+    Args:
+        config: the run; ``cluster.speeds`` must be known.
+        threads: to compute with; None: as many as each process of a real run on this machine has. With another number the
+            kernels of torch round differently, and so does everything that follows.
+        on_step: called after every step of worker 0, of ``num_steps``; for a progress bar.
+    """
+
+    def __init__(self, config: Config, *, threads: int | None = None, on_step: Callable[[], object] | None = None) -> None:
+        _check(config)
+        self.config = config
+        self.num_workers = config.cluster.num_workers
+        self._on_step = on_step
+        on_cpu = config.cluster.device == "cpu" or not torch.cuda.is_available()
+        self._device = torch.device("cpu" if on_cpu else "cuda")
+        self._epoch = 0
+        self._accuracies: list[float] = []
+        self._rows: list[Learnt] = []
+        with kept_randomness():
+            seed_everything(config.seed)
+            self.task = build_task(config)
+            self._learners, states = self._build()
+        self._turns = Turns(states, threads_of_each(self.num_workers) if threads is None else threads)
+        try:
+            self._lockstep = Lockstep(
+                [learner.model for learner in self._learners],
+                [learner.optimizer for learner in self._learners],
+                [learner.work.algorithm for learner in self._learners],
+                self._learners[0].work.plan.weights,
+            )
+        except (TypeError, ValueError) as error:
+            raise self._refusal(error) from error
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that worker 0 takes in all."""
+        return sum(self._learners[0].work.steps)
+
+    def rows(self) -> Iterator[Learnt]:
+        """Train, once, and tell what is learnt as it is learnt."""
+        assert self._learners[0].step == 0, "it has been trained"
+        epochs, every = self.config.schedule.epochs, self.config.evaluation.every_epochs
+        for epoch in range(epochs):
+            self._begin_epoch(epoch)
+            limits = [learner.step + learner.work.steps[epoch] for learner in self._learners]
+            while any(learner.step < limit for learner, limit in zip(self._learners, limits, strict=True)):
+                with self._turns.in_charge():
+                    self._advance(limits)
+                yield from self._taken_rows()
+            with self._turns.in_charge():
+                for rank in range(self.num_workers):
+                    self.guard(rank)
+                if (epoch + 1) % every == 0 or epoch + 1 == epochs:
+                    self._evaluate()
+            yield from self._taken_rows()
+        with self._turns.in_charge():
+            self._lockstep.finish()
+
+    def outcome(self) -> Outcome:
+        """After all rows: what is known of the run."""
+        digests = {model_digest(learner.model) for learner in self._learners}
+        if len(digests) != 1:
+            raise RuntimeError(
+                "the workers' models differ after the last average; please report this with the configuration"
+            )
+        first = self._learners[0]
+        return Outcome(
+            steps=first.step,
+            rounds=self._lockstep.workers[0].clock.rounds,
+            best_accuracy=max(self._accuracies),
+            final_accuracy=self._accuracies[-1],
+            comm_bytes=max(worker.replica.traffic.num_bytes for worker in self._lockstep.workers),
+            samples=first.samples,
+            model_digest=digests.pop(),
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """After all rows: the mean model."""
+        return self._learners[0].model
+
+    # ---- what a worker does of its own
+
+    def compute(self, rank: int) -> None:
+        self._turns.become(rank)
+        learner = self._learners[rank]
+        steps = learner.work.steps[self._epoch]
+        inputs, labels = next(learner.supply)
+        for group in learner.optimizer.param_groups:
+            group["lr"] = learner.work.learning_rate(self.config, self._epoch + learner.index / steps)
+        with torch.autocast(self._device.type, torch.bfloat16, self.config.precision == "bf16"):
+            loss = loss_of(learner.model, inputs, labels)
+        loss.backward()
+        learner.loss = loss.detach()
+        learner.unchecked.append(learner.loss)
+        learner.losses += learner.loss
+        learner.step += 1
+        learner.index += 1
+        learner.samples += len(labels) * learner.all_samples_per_own
+
+    def guard(self, rank: int) -> None:
+        learner = self._learners[rank]
+        losses, learner.unchecked = learner.unchecked, []
+        check_finite(losses, rank, learner.step)
+
+    def stepped(self, rank: int) -> None:
+        if rank != 0:
+            return
+        learner, worker = self._learners[0], self._lockstep.workers[0]
+        if learner.step % self.config.logging.every_steps == 0:
+            values = {
+                "loss": learner.loss.item(),
+                "learning_rate": learner.optimizer.param_groups[0]["lr"],
+                "rounds": worker.clock.rounds,
+                "comm_bytes": worker.replica.traffic.num_bytes,
+                "drift": worker.replica.drift,
+            }
+            self._tell("train", {"epoch": self._epoch + 1, **values})
+        if self._on_step is not None:
+            self._on_step()
+
+    # ---- details
+
+    def _build(self) -> tuple[list[_Learner], list[dict[str, Any]]]:
+        """Workers with equal models, and their random numbers; processes build a model each, and DDP copies worker 0's."""
+        works = [Work.of(self.config, self.task.num_train, rank) for rank in range(self.num_workers)]
+        before = random_state()
+        learners: list[_Learner] = []
+        states = []
+        for rank, work in enumerate(works):
+            set_random_state(before)
+            model = build_model(self.config, self.task).to(self._device)
+            if learners:
+                _copy(learners[0].model, model)
+            seed_everything(self.config.seed + rank)
+            states.append(random_state())
+            zero = torch.zeros((), device=self._device)
+            learners.append(_Learner(work, model, build_optimizer(self.config, model), loss=zero, losses=zero.clone()))
+        return learners, states
+
+    def _refusal(self, error: Exception) -> ConfigError:
+        return ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}")
+
+    def _advance(self, limits: Sequence[int]) -> None:
+        try:
+            self._lockstep.advance(self, limits)
+        except NoGradientError as error:
+            raise self._refusal(error) from error
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        for rank, learner in enumerate(self._learners):
+            learner.model.train()
+            learner.index = 0
+            learner.losses.zero_()
+            learner.all_samples_per_own = learner.work.all_samples_per_own(epoch)
+            generator = seeded_generator(self.config.seed, "augment", rank, epoch)
+            learner.supply = learner.work.supply(
+                self.config, self.task.train, epoch, self._device, seed=self.config.seed, generator=generator
+            )
+
+    def _evaluate(self) -> None:
+        rows: list[list[float]] = []
+
+        def look(rank: int) -> None:
+            self._turns.become(rank)
+            learner = self._learners[rank]
+            learner.model.eval()
+            scored = score(learner.model, self.config, self.task, rank, self.num_workers, self._device)
+            samples = learner.index * learner.work.batch
+            rows.append([*scored, learner.losses.item() / learner.index * samples, float(samples)])
+
+        self._lockstep.averaged(look)
+        values = evaluation_row(self._epoch, rows, self.task.num_test)
+        self._accuracies.append(values["accuracy"])
+        self._tell("eval", values)
+
+    def _tell(self, kind: str, values: dict[str, Any]) -> None:
+        first = self._learners[0]
+        self._rows.append(Learnt(kind, first.step, values, first.samples))
+
+    def _taken_rows(self) -> list[Learnt]:
+        rows, self._rows = self._rows, []
+        return rows
+
+
+@torch.no_grad()
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    for module_tensors in (nn.Module.parameters, nn.Module.buffers):
+        for theirs, ours in zip(module_tensors(source), module_tensors(target), strict=True):
+            ours.copy_(theirs)
+
+
+def _check(config: Config) -> None:
+    """Refuse what depends on how long things really take, or is not driven here."""
+    cluster = config.cluster
+    for key, value, refused, fix in (
+        ("speeds", cluster.speeds, cluster.speeds == MEASURE, "nothing is measured in a simulation; give a list"),
+        (
+            "replan_epochs",
+            cluster.replan_epochs,
+            cluster.replan_epochs is not None,
+            "follows measured times; set it to null",
+        ),
+        ("workers_per_replica", cluster.workers_per_replica, cluster.workers_per_replica > 1, "is not learnt with; use 1"),
+    ):
+        if refused:
+            raise ConfigError(f"cluster.{key}={value}: {fix}")

@@ -1,0 +1,218 @@
+"""N workers in one process, driven through the contract of :mod:`cocod_accel.algorithms.base`.
+
+The same algorithm code as on N processes, and the same order of what happens to each model::
+
+    every worker:                       forward, backward
+    every worker, if gradients travel:  reduce; then every worker: complete
+    every worker:                       optimizer step
+    at a round end, every worker:       launch; then every worker: land
+
+Between two meetings workers do not touch each other, so one computes all its steps of a round before the next one begins:
+there is never more than one model's activations, and, where gradients stay local, one model's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cocod_accel.algorithms import Algorithm, Bucket
+from cocod_accel.attach import bound, state_tensors
+from cocod_accel.averaging import UNLIKE_STATES, Replica, Weights
+from cocod_accel.checks import Report, Subject, check_agreement
+from cocod_accel.comm import SoloComm
+from cocod_accel.ddp import unsupported_modules
+from cocod_accel.flat import view_like
+from cocod_accel.rounds import RoundClock
+from cocod_accel.simulator.inprocess import InProcessGroup
+
+
+class NoGradientError(ValueError):
+    """A parameter whose gradient all workers are to sum has none."""
+
+
+class Loop(Protocol):
+    """What a worker does of its own."""
+
+    def compute(self, rank: int) -> None:
+        """Forward and backward of the worker's next batch: its gradients stand in ``.grad`` then, and nothing else does."""
+
+    def guard(self, rank: int) -> None:
+        """The worker's model is about to enter an average; may raise to keep it out."""
+
+    def stepped(self, rank: int) -> None:
+        """The worker has taken a step; a round that it ended is over on all workers."""
+
+
+@dataclass
+class Worker:
+    """One of the workers: its model and optimizer, and what an algorithm knows of them."""
+
+    subject: Subject
+    optimizer: Optimizer
+    replica: Replica
+    method: Algorithm
+    clock: RoundClock
+    #: Its gradients on their way.
+    buckets: list[Bucket] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return self.clock.attempts
+
+    def reset_optimizer(self) -> None:
+        """The model has been merged: begin anew, if that is the policy."""
+        if self.method.optimizer_state == "reset":
+            self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """From ``.grad`` into buckets: one per dtype and device, because only their order of sums would differ in DDP's."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self.subject.trainable:
+            if parameter.grad is not None:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            elif self.replica.comm.size > 1:
+                names = [name for name, other in self.subject.module.named_parameters() if other is parameter]
+                raise NoGradientError(f"parameter {names[0]} has no gradient, which DDP refuses, too; freeze it, or use it")
+        self.buckets = []
+        for (dtype, device), parameters in kinds.items():
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            views = [view_like(piece, p) for piece, p in zip(flat.split(sizes), parameters, strict=True)]
+            for view, parameter in zip(views, parameters, strict=True):
+                assert parameter.grad is not None
+                view.copy_(parameter.grad)
+                parameter.grad = None
+            self.buckets.append(Bucket(flat, views, list(parameters)))
+
+    def give_gradients(self) -> None:
+        """From buckets into ``.grad``."""
+        buckets, self.buckets = self.buckets, []
+        for bucket in buckets:
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                parameter.grad = gradient
+
+    def step(self) -> bool:
+        """A step of the optimizer; whether it ended a round. Gradients are gone at once: other workers' take their place."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.clock.tick()
+
+
+class Lockstep:
+    """Workers that begin with equal models, each with an optimizer, an algorithm and a weight of its own."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        algorithms: Sequence[Algorithm],
+        weights: Sequence[float],
+    ) -> None:
+        given = list(zip(models, optimizers, algorithms, weights, strict=True))
+        subjects = [Subject.examine(*row) for row in given]
+        for line in unsupported_modules(subjects[0].module, local=True):
+            raise ValueError(line)
+        reports = [Report.of(subject, row[2], row[3], None) for subject, row in zip(subjects, given, strict=True)]
+        check_agreement(reports, algorithms[0])
+        if len({report.trainable_digest for report in reports}) > 1:
+            raise ValueError("the workers' models differ; give all of them the same parameters")
+        group = InProcessGroup(len(given))
+        self.workers: list[Worker] = []
+        for rank, subject in enumerate(subjects):
+            # Whoever drives all workers needs to ask none of them, so there is nobody to ask.
+            share = Weights(tuple(report.weight for report in reports), rank)
+            replica = Replica(subject.trainable, subject.buffers, group.member(rank), share, everyone=SoloComm())
+            method = bound(algorithms[rank], replica, subject.optimizers)
+            clock = RoundClock(algorithms[rank].period)
+            self.workers.append(Worker(subject, subject.optimizers[0], replica, method, clock))
+        self._reduces = algorithms[0].reduces_gradients
+        for worker in self.workers:
+            worker.method.start(equal=True)
+
+    # ---- training
+
+    def advance(self, loop: Loop, limits: Sequence[int]) -> None:
+        """Go on to the next meeting of the workers, or to where worker i has taken ``limits[i]`` steps in all."""
+        going = [rank for rank, worker in enumerate(self.workers) if worker.steps < limits[rank]]
+        if self._reduces:
+            self._step_together(loop, going)
+            ended = going
+        else:
+            ended = [rank for rank in going if self._step_alone(self.workers[rank], rank, loop, limits[rank])]
+        if ended and len(ended) < len(self.workers):
+            late = [rank for rank in range(len(self.workers)) if rank not in ended]
+            raise ValueError(f"workers {ended} end a round before step limits {list(limits)}, workers {late} do not")
+        if ended:
+            self._end_round(loop)
+            for rank in ended:
+                loop.stepped(rank)
+
+    def _step_together(self, loop: Loop, going: Sequence[int]) -> None:
+        for rank in going:
+            loop.compute(rank)
+            worker = self.workers[rank]
+            worker.take_gradients()
+            for bucket in worker.buckets:
+                worker.method.reduce(bucket)
+        for worker in (self.workers[rank] for rank in going):
+            worker.method.complete(worker.buckets)
+            worker.give_gradients()
+            worker.step()  # always ends a round: those of these algorithms are of one step
+
+    def _step_alone(self, worker: Worker, rank: int, loop: Loop, limit: int) -> bool:
+        """Up to the end of this worker's round; False if the limit comes first."""
+        while worker.steps < limit:
+            loop.compute(rank)
+            if worker.step():
+                return True
+            if worker.method.fragments > 1:
+                for part in worker.clock.parts_due(worker.method.fragments):
+                    loop.guard(rank)
+                    worker.method.launch_part(part)
+            loop.stepped(rank)
+        return False
+
+    def _end_round(self, loop: Loop) -> None:
+        for rank in range(len(self.workers)):
+            loop.guard(rank)
+        self._check_optimizers()
+        for worker in self.workers:
+            worker.method.launch()
+        for worker in self.workers:
+            worker.method.land()
+            worker.reset_optimizer()
+
+    # ---- the mean of all models
+
+    def averaged(self, look: Callable[[int], None]) -> None:
+        """Call ``look`` for every worker while its model is the mean of all; afterwards each has its own back."""
+        means = [worker.replica.launch_mean() for worker in self.workers]
+        for rank, (worker, mean) in enumerate(zip(self.workers, means, strict=True)):
+            with worker.subject.bound_buffers(), worker.replica.holding(mean):
+                look(rank)
+
+    def finish(self) -> None:
+        """Merge what is in flight, then give every worker the exact mean."""
+        for worker in self.workers:
+            worker.method.drain()
+        self._check_optimizers()
+        for worker in self.workers:
+            worker.replica.launch_exact()
+        for worker in self.workers:
+            worker.replica.adopt_exact()
+            worker.reset_optimizer()
+            worker.clock.restart()
+
+    def _check_optimizers(self) -> None:
+        """Refuse to average what is not alike, which workers of a real run ask each other."""
+        if self.workers[0].replica.optimizer_tensors is not None:
+            states = [state_tensors([worker.optimizer]) for worker in self.workers]
+            if len({str([tuple(tensor.shape) for tensor in tensors]) for tensors in states}) > 1:
+                raise RuntimeError(UNLIKE_STATES)
