@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_argument("--algorithms", metavar="A,B", help="default: all five, or what algorithm.name=... says")
     simulate.add_argument("--workers", type=int, metavar="N", help="another number of workers, of the cluster's mix")
     simulate.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
+    simulate.add_argument("--learn", action="store_true", help="train all workers for real, one by one in this process")
     simulate.add_argument("--spans", type=int, metavar="STEPS", help="how many steps' spans to keep; default: 200")
     simulate.add_argument("--out", type=Path, metavar="DIR", help="where run folders are made; default: runs/simulated")
     simulate.set_defaults(run=_simulate)
@@ -200,7 +201,8 @@ def _simulate(options: argparse.Namespace) -> int:
         if options.workers < 1:
             raise ConfigError(f"--workers={options.workers}: must be at least 1")
         cluster = cluster.resized(options.workers)
-    run(cluster, options.configs, options.algorithms, steps=options.steps, spans=options.spans, out=options.out)
+    lengths = {"steps": options.steps, "spans": options.spans}
+    run(cluster, options.configs, options.algorithms, **lengths, out=options.out, learns=options.learn)
     return 0
 
 

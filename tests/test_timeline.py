@@ -21,7 +21,8 @@ from cocod_accel.cluster import Cluster, Network, Stragglers, WorkerGroup, load_
 from cocod_accel.config import Config, ConfigError, load_config
 from cocod_accel.rounds import Period
 from cocod_accel.simulator.fleet import Array, Fleet, Parcel
-from cocod_accel.simulator.folders import Learnt, write
+from cocod_accel.simulator.folders import write
+from cocod_accel.simulator.learning import Learnt
 from cocod_accel.simulator.payloads import Parcels, parcels_of
 from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
 from cocod_accel.simulator.simulate import configured, simulate, title

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,6 +13,7 @@ from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.cluster import Cluster
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.simulator.folders import write
+from cocod_accel.simulator.learning import Learning
 from cocod_accel.simulator.simulate import Simulated, configured, simulate
 from cocod_accel.strict import require_choice
 from cocod_accel.tables import aligned
@@ -29,8 +31,14 @@ def run(
     steps: int | None = None,
     spans: int | None = None,
     out: Path | None = None,
+    learns: bool = False,
 ) -> list[Path]:
-    """Simulate, print the table, and leave a run folder for each algorithm."""
+    """Simulate, print the table, and leave a run folder for each algorithm.
+
+    ``learns``: all workers train for real, one after the other in this process.
+    """
+    if learns and steps is not None:
+        raise ConfigError(f"--steps={steps}: does not go with --learn, which trains whole epochs; set schedule.epochs=1")
     if spans is not None and spans < 0:
         raise ConfigError(f"--spans={spans}: must be at least 0")
     configs, left_out = _configs(cluster, arguments, algorithms, steps)
@@ -40,19 +48,26 @@ def run(
         if out is not None or config.output == Config().output:
             config.output = str(_OUT if out is None else out)
         kept = _SPAN_STEPS if spans is None else spans
-        with tqdm(
-            desc=config.algorithm.name, disable=not sys.stderr.isatty(), unit="step", leave=False, dynamic_ncols=True
-        ) as bar:
+        with _bar(config.algorithm.name) as bar:
             done = simulate(
                 cluster, config, steps=steps, span_steps=kept if config.logging.spans else 0, progress=bar.update
             )
         runs.append(done)
-        folders.append(write(done))
+        if not learns:
+            folders.append(write(done))
+            continue
+        with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
+            learning = Learning(config, on_step=bar.update)
+            folders.append(write(done, learning.rows()))
     print(report(cluster, runs))
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     print(f"run folders: cocod compare {' '.join(map(str, folders))}")
     return folders
+
+
+def _bar(what: str, total: int | None = None) -> Any:
+    return tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), unit="step", leave=False, dynamic_ncols=True)
 
 
 def _configs(

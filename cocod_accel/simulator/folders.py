@@ -7,29 +7,19 @@ get the seconds at which they would have learnt it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from cocod_accel.cluster import save_cluster
 from cocod_accel.metrics import RunFolder, TimeToAccuracy
+from cocod_accel.simulator.learning import Learnt
 from cocod_accel.simulator.simulate import Simulated
 from cocod_accel.work import Work
 
 #: What marks every row.
 _LABEL = {"simulated": True}
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """A row of the trainer's metrics without its times: what was learnt when worker 0 had taken ``step`` steps."""
-
-    #: train or eval.
-    kind: str
-    step: int
-    values: Mapping[str, Any]
 
 
 def write(run: Simulated, learning: Iterable[Learnt] | None = None) -> Path:

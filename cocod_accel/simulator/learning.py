@@ -41,7 +41,7 @@ class Learnt:
     step: int
     values: Mapping[str, Any]
     #: Samples that all workers together have taken.
-    samples: float
+    samples: float = 0.0
 
 
 @dataclass(frozen=True)
