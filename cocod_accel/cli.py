@@ -183,7 +183,7 @@ def _bench(options: argparse.Namespace) -> int:
     elif not path.is_file():
         raise ConfigError(f"--only-tables: {path} is not there; run the benchmark first")
     rows = read_rows(path)
-    text = summary(rows, settings.period)
+    text = summary(rows, settings)
     print(text)
     (options.out / "tables.txt").write_text(text + "\n")
     draw(rows, options.out / "step_time.png")

@@ -13,7 +13,8 @@ from torch import nn
 
 from cocod_accel.bench import results
 from cocod_accel.bench.contenders import CONTENDERS, available
-from cocod_accel.bench.settings import load_settings
+from cocod_accel.bench.prediction import LinkFacts, simulated_step
+from cocod_accel.bench.settings import BenchSettings, load_settings
 from cocod_accel.config import ConfigError
 from cocod_accel.lab import why_not
 from tests.test_trainer import command
@@ -85,7 +86,10 @@ def reached(contender: str, seed: int, seconds: float | None, ratio: float = 2.0
     }  # fmt: skip
 
 
-MEASURED = {"kind": "measured", "ratio": 1.0, "clock": "lab", "compute_seconds": 1.0, "link": {"bandwidth_mbit": 8.0}}
+MEASURED = {
+    "kind": "measured", "ratio": 1.0, "clock": "lab", "compute_seconds": 1.0, "link": {"bandwidth_mbit": 8.0},
+    "jitter": 0.0, "interference": 0.0,
+}  # fmt: skip
 ROWS = [
     {**MEASURED, "communicate_seconds": 1.5},
     {**MEASURED, "communicate_seconds": 1.25},
@@ -130,10 +134,23 @@ def test_a_link_is_described_by_what_was_found_last_and_by_the_blocks_on_it() ->
 
 def test_agreement_and_claims_are_printed() -> None:
     assert any(line.split() == ["cocod", "1.100"] for line in results.agreement_table(ROWS).splitlines())
-    text = results.summary(ROWS, period=5)
+    text = results.summary(ROWS, BenchSettings())
     assert "cocod's step / the limit, r_1 = 1" in text
     assert "torch DDP's time to accuracy / cocod's, r_1 = 2" in text
     assert "emulated link:" not in text
+    assert any(line.split()[:5] == ["cocod", "1.00", "/", "1.05", "-4.8%"] for line in text.splitlines())
+    assert "simulated against measured: 4.8% apart in the median, 4.8% at worst, of 1" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("ssgd", 1 + 3), ("pipe", 3), ("local", 1 + 3 / 5), ("cocod", 1 + 0.1 * 3 / 5), ("asynlocal", 1 + 3 / 5)],
+)
+def test_the_simulator_is_told_of_the_link_alone(name: str, expected: float) -> None:
+    facts = LinkFacts(num_workers=2, ratio=3.0, interference=0.1, jitter=0.0)
+    assert simulated_step(name, 5, facts, 10) == pytest.approx(expected, rel=2e-3)
+    uneven = simulated_step(name, 5, LinkFacts(2, 3.0, 0.1, jitter=0.2), 10)
+    assert uneven == pytest.approx(expected, rel=0.1)
 
 
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocod_accel.bench.contenders import CONTENDERS
+from cocod_accel.bench.contenders import CONTENDERS, OURS
+from cocod_accel.bench.prediction import facts_of, prediction_table
+from cocod_accel.bench.settings import BenchSettings
 from cocod_accel.tables import aligned
 
 Row = dict[str, Any]
@@ -185,6 +187,23 @@ def agreement_table(rows: Sequence[Row]) -> str:
     return aligned([["emulated / real link", *(f"r_1 = {ratio:g}" for ratio in ratios)], *body]) if body else ""
 
 
+def predictions(rows: Sequence[Row], period: int, block: int, num_workers: int) -> str:
+    """What the simulator says of the same links."""
+    clock = clock_of(rows)
+    facts, steps = {}, {}
+    for (ratio, kind), found in _by_link(rows).items():
+        measured = [row for row in found if row["kind"] == "measured"]
+        known = facts_of(num_workers, measured, ratio)
+        if kind == "step" and known is not None:
+            facts[ratio], steps[ratio] = known, over_limit(rows, ratio, clock)
+    names = [name for name in OURS if any(name in found for found in steps.values())]
+    medians = {
+        name: {ratio: Figure.of(list(found[name].values())).median for ratio, found in steps.items() if name in found}
+        for name in names
+    }
+    return prediction_table(medians, facts, period, block) if facts else ""
+
+
 def claims(rows: Sequence[Row], period: int) -> str:
     """What the project says of itself, as this benchmark found it."""
     clock = clock_of(rows)
@@ -210,9 +229,11 @@ def claims(rows: Sequence[Row], period: int) -> str:
     return aligned([["claim", "median", "quartiles", "n"], *body]) if body else ""
 
 
-def summary(rows: Sequence[Row], period: int) -> str:
+def summary(rows: Sequence[Row], settings: BenchSettings) -> str:
     """All tables, for a terminal."""
-    parts = [measured_table(rows), step_table(rows), accuracy_table(rows), agreement_table(rows), claims(rows, period)]
+    period = settings.period
+    parts = [measured_table(rows), step_table(rows), accuracy_table(rows), agreement_table(rows)]
+    parts += [predictions(rows, period, settings.steps.steps, settings.num_workers), claims(rows, period)]
     label = "" if clock_of(rows) == "lab" else "emulated link: no network lab could be made here"
     return "\n\n".join(part for part in [label, *parts] if part)
 
