@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint bench bench-core bench-mixed clean
+.PHONY: quickstart test lint bench bench-core bench-mixed bench-plan clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -34,6 +34,10 @@ bench-core: $(READY)
 
 bench-mixed: $(READY)
 	$(BIN)/python -m benchmarks.mixed
+
+# Whether cocod plan finds the best period of a slow link; some 8 minutes, in the network lab if there can be one.
+bench-plan: $(READY)
+	$(BIN)/python -m benchmarks.plan
 
 # Installed anew only when the dependencies may have changed; the marker comes last, so a broken install is not reused.
 $(READY): pyproject.toml

@@ -43,7 +43,7 @@ from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.engine import EngineRouter
 from cocod_accel.nodes import Nodes
 from cocod_accel.payload import CodedMean
-from cocod_accel.rounds import RoundClock
+from cocod_accel.rounds import Period, PeriodLike, RoundClock, check_fragments
 
 _STATE_VERSION = 2
 _STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "payload", "drift", "traffic", "nodes")
@@ -371,6 +371,25 @@ class Sync:
         """Begin a round here, as if this many steps had been attempted."""
         self._clock.attempts = attempts
         self._clock.restart()
+
+    def set_period(self, period: PeriodLike) -> None:
+        """Another period or schedule, the same on every worker.
+
+        The pairs of a schedule count from the first step of all: a round under way keeps the period of its own first step.
+        """
+        parsed = Period.parse(period)
+        check_fragments(self._method.fragments, parsed)
+        self._clock.period = parsed
+
+    def time_transfer(self) -> float:
+        """Seconds that a transfer like a round's takes, from when this worker joins it. Collective; no model is changed.
+
+        What is in flight is waited for first, so that the link is free. It is not counted in :meth:`stats`.
+        """
+        self._check_usable("time_transfer()")
+        self._counter.settle()
+        self._method.state()
+        return self._replica.time_transfer()
 
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``; every worker calls this at the same point."""

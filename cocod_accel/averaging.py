@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocod_accel.comm import Communicator, Handle, exposed_and_hidden
+from cocod_accel.comm import Communicator, Handle, exposed_and_hidden, wait_for_device
 from cocod_accel.flat import FlatCopy, Segment, as_real, balanced_cuts
-from cocod_accel.payload import CodedMean
+from cocod_accel.payload import CodedMean, coded_bytes
 
 # ---------------------------------------------------------------------------------------------- weights
 
@@ -445,6 +445,20 @@ class Replica:
             self.comm.launch(flats).wait()
             for flat in flats:
                 mean_(flat, self.weights.total)
+
+    def time_transfer(self) -> float:
+        """Seconds that nothing of the size of a round's payload takes to be summed, from here on."""
+        if self.comm.size == 1 or not self.parameters:
+            return 0.0
+        payload = [torch.zeros_like(buffer) for buffer in FlatCopy(self.parameters).buffers]
+        if self.coded is not None:  # a coded exchange sends as much as a ring that sums its bytes
+            sizes = [coded_bytes(self.coded.name, full.numel(), self.comm.size) for full in payload]
+            payload = [f.new_zeros(math.ceil(n / f.element_size())) for f, n in zip(payload, sizes, strict=True)]
+        wait_for_device()
+        begin = time.perf_counter()
+        self.comm.launch(payload).wait()
+        wait_for_device()
+        return time.perf_counter() - begin
 
     def poll(self) -> None:
         """Note in passing whether the average in flight has arrived."""

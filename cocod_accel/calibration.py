@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,10 +58,34 @@ class Calibration:
 
 def calibrate(config: Config, task: Task, accelerator: Accelerator) -> Calibration:
     """Measure every worker's speed on a model and batches like those of the run, which is left untouched. Collective."""
+    device, batch = accelerator.device, common_batch(config)
+    with sample_steps(config, task, accelerator, batch) as run_step:
+        measured = measure_speeds(run_step, min_seconds=config.cluster.measure_seconds)
+    return Calibration(
+        speeds=list(measured.speeds),
+        step_seconds=list(measured.step_seconds),
+        num_steps=list(measured.num_steps),
+        batch=batch,
+        devices=exchange_reports(device_name(device), default_group()),
+        emulated=config.emulated,
+    )
+
+
+def common_batch(config: Config) -> int:
+    """What all workers are measured with."""
+    if config.cluster.global_batch is None:
+        return config.batch_size
+    return max(1, config.cluster.global_batch // config.cluster.num_workers)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextlib.contextmanager
+def sample_steps(config: Config, task: Task, accelerator: Accelerator, batch: int) -> Iterator[Callable[[], None]]:
+    """A step like those of the run, without communication, on a model of its own; the run is left untouched."""
     rank, device = accelerator.process_index, accelerator.device
-    batch = config.batch_size
-    if config.cluster.global_batch is not None:
-        batch = max(1, config.cluster.global_batch // config.cluster.num_workers)
     with kept_randomness():
         model = build_model(config, task).to(device)
         optimizer = build_optimizer(config, model)
@@ -81,16 +105,7 @@ def calibrate(config: Config, task: Task, accelerator: Accelerator) -> Calibrati
             optimizer.step()
             pace.end(blocked=0.0)
 
-        measured = measure_speeds(run_step, min_seconds=config.cluster.measure_seconds)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Calibration(
-        speeds=list(measured.speeds),
-        step_seconds=list(measured.step_seconds),
-        num_steps=list(measured.num_steps),
-        batch=batch,
-        devices=exchange_reports(name, default_group()),
-        emulated=config.emulated,
-    )
+        yield run_step
 
 
 def _endless_batches(

@@ -1,4 +1,4 @@
-"""The ``cocod`` command: train, compare, watch, trace, bench, simulate, doctor, list."""
+"""The ``cocod`` command: train, compare, watch, trace, bench, simulate, plan, doctor, list."""
 
 from __future__ import annotations
 
@@ -67,11 +67,24 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_argument("--out", type=Path, metavar="DIR", help="where run folders are made; default: runs/simulated")
     simulate.set_defaults(run=_simulate)
 
+    plan = commands.add_parser("plan", help="measure this cluster, or read one: what to train with, what to expect")
+    plan.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="what is trained, as for cocod train")
+    plan.add_argument("--cluster", metavar="CLUSTER.yaml", help="plan for this one; measure nothing")
+    plan.add_argument("--workers", type=int, metavar="N", help="how many to measure; with --cluster: of its mix")
+    plan.add_argument(
+        "--save", type=Path, default=Path("cluster.yaml"), metavar="CLUSTER.yaml", help="where to; default: cluster.yaml"
+    )
+    plan.add_argument("--force", action="store_true", help="replace a file that is there")
+    plan.add_argument("--seconds", type=float, default=40.0, help="how long measuring takes, about; default: 40")
+    plan.add_argument("--accelerate-config", type=Path, metavar="FILE", help="another one than this machine's")
+    plan.add_argument("--out", type=Path, default=Path("plan"), metavar="DIR", help="where the picture goes; default: plan")
+    plan.set_defaults(run=_plan)
+
     commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
 
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "bench", "simulate") and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("train", "bench", "simulate", "plan") and not any(argument.startswith("-") for argument in rest):
         options.configs += rest  # overrides after an option
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")
@@ -204,6 +217,54 @@ def _simulate(options: argparse.Namespace) -> int:
     lengths = {"steps": options.steps, "spans": options.spans}
     run(cluster, options.configs, options.algorithms, **lengths, out=options.out, learns=options.learn)
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from cocod_accel.cluster import load_cluster
+    from cocod_accel.plan.command import run
+
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError(f"--workers={options.workers}: must be at least 1")
+    path = options.save if options.cluster is None else options.cluster
+    if options.cluster is None:
+        code = _measure(options)
+        if code:
+            return code
+    cluster = load_cluster(path)
+    if options.cluster is not None and options.workers is not None:
+        cluster = cluster.resized(options.workers)
+    run(cluster, options.configs, options.out)
+    if options.cluster is None:
+        print(f"measured: {path}; plan again from it with cocod plan --cluster {path}")
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Start the workers that measure and write ``--save``."""
+    from cocod_accel import runtime
+    from cocod_accel.config import load_training_config
+    from cocod_accel.plan.measure import MODULE
+    from cocod_accel.tasks import build_task
+
+    if options.save.exists() and not options.force:
+        raise ConfigError(f"--save={options.save}: is there already; plan from it with --cluster, or add --force")
+    if not options.save.absolute().parent.is_dir():
+        raise ConfigError(f"--save={options.save}: its folder is not there; make it first")
+    if not 0 < options.seconds <= 3600:
+        raise ConfigError(f"--seconds={options.seconds:g}: must be positive, and an hour at most")
+    given = options.accelerate_config
+    if given is not None and not given.is_file():
+        raise ConfigError(f"--accelerate-config={given}: no such file; see configs/accelerate")
+    arguments = list(options.configs)
+    if options.workers is not None:
+        arguments.append(f"cluster.num_workers={options.workers}")
+    config = load_training_config(arguments)
+    build_task(config)
+    use_gpu = False if config.cluster.device == "cpu" else None
+    worker_arguments = [str(options.save), str(options.seconds), *arguments]
+    command = runtime.launch_command(config.cluster.num_workers, worker_arguments, use_gpu, config_file=given, module=MODULE)
+    print(shlex.join(command), flush=True)
+    return _launch(command)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -457,6 +457,12 @@ def default_group() -> Any:
     return None
 
 
+def wait_for_device() -> None:
+    """Until a device that works ahead of the host has caught up; its collectives, too."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def bytes_of(tensor: Tensor) -> Any:
     """The raw bytes of a tensor's values as a buffer object, for checksums."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from cocod_accel.algorithms import ALGORITHMS, CoCoDSGD
 from cocod_accel.comm import Link
+from cocod_accel.periods import AUTO
 from cocod_accel.rounds import Period
 from cocod_accel.sharding import check_speeds, plan_workers
 from cocod_accel.strict import ConfigError as ConfigError
@@ -60,7 +61,8 @@ class ModelConfig:
 class AlgorithmConfig:
     #: ssgd, pipe, local, cocod or asynlocal.
     name: str = "cocod"
-    #: Steps a round: an int, or (first epoch, period) pairs such as [[0, 1], [10, 5]].
+    #: Steps a round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]], or (local, cocod) `auto`: as many as
+    #: hide an average, measured before training and after every epoch.
     period: Any = 5
     #: What becomes of momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
@@ -242,7 +244,14 @@ class Config:
         return "real" if self.emulated is None else "emulated"
 
     @property
+    def has_auto_period(self) -> bool:
+        return bool(self.algorithm.period == AUTO)
+
+    @property
     def period_by_epoch(self) -> list[tuple[int, int]]:
+        """(first epoch, period) pairs; of ``auto``, the shortest there may be, as long as none has been decided."""
+        if self.has_auto_period:
+            return [(0, self.algorithm.fragments)]
         return list(Period.parse(_plain(self.algorithm.period)).schedule)
 
 
@@ -402,6 +411,17 @@ def _validate_schedule(config: Config) -> None:
         "schedule.warmup_epochs",
         config.schedule.warmup_epochs,
         f"is more than schedule.epochs={epochs}",
+    )
+    name, given = config.algorithm.name, config.algorithm.period
+    if config.has_auto_period:
+        kind = ALGORITHMS[name]
+        is_for = kind.same_period and not kind.reduces_gradients
+        require(is_for, "algorithm.period", given, f"is for local and cocod, not {name}; give a number of steps")
+    require(
+        config.has_auto_period or not isinstance(given, str),
+        "algorithm.period",
+        given,
+        f"must be a number of steps such as 5, pairs such as [[0, 1], [10, 5]], or {AUTO}",
     )
     try:
         pairs = config.period_by_epoch

@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-
-from cocod_accel.comm import default_group, try_together
+from cocod_accel.comm import default_group, try_together, wait_for_device
 
 T = TypeVar("T")
 
@@ -31,6 +29,8 @@ class Measured:
     step_seconds: tuple[float, ...]
     #: How many steps that is the median of.
     num_steps: tuple[int, ...]
+    #: Standard deviation of each worker's steps over their mean.
+    jitters: tuple[float, ...]
 
 
 def relative_speeds(batches: Sequence[float], step_seconds: Sequence[float]) -> tuple[float, ...]:
@@ -58,7 +58,7 @@ def measure_speeds(
     def timed_step() -> float:
         begin = clock()
         run_step()
-        _wait_for_device()
+        wait_for_device()
         return clock() - begin
 
     def warm_up() -> float:
@@ -69,16 +69,16 @@ def measure_speeds(
     first = _agreed(warm_up, group)
     enough = max(min_seconds, min_steps * max(first))
 
-    def measure() -> tuple[float, int]:
+    def measure() -> tuple[float, int, float]:
         seconds: list[float] = []
         begin = clock()
         while clock() - begin < enough or len(seconds) < min_steps:
             seconds.append(timed_step())
-        return statistics.median(seconds), len(seconds)
+        return statistics.median(seconds), len(seconds), statistics.pstdev(seconds) / statistics.fmean(seconds)
 
     rows = _agreed(measure, group)
-    medians = tuple(median for median, _ in rows)
-    return Measured(relative_speeds([1] * len(rows), medians), medians, tuple(count for _, count in rows))
+    medians, counts, jitters = zip(*rows, strict=True)
+    return Measured(relative_speeds([1] * len(rows), medians), medians, counts, jitters)
 
 
 def _agreed(call: Callable[[], T], group: object) -> list[T]:
@@ -87,11 +87,6 @@ def _agreed(call: Callable[[], T], group: object) -> list[T]:
     if error is not None:
         raise RuntimeError(f"speeds could not be measured; {error}")
     return results
-
-
-def _wait_for_device() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 @dataclass
@@ -113,14 +108,14 @@ class Pace:
     def begin(self, blocked: float) -> None:
         """A step begins; ``blocked``: seconds that communication has blocked this worker until now."""
         if self.is_on:
-            _wait_for_device()
+            wait_for_device()
             self._begin, self._blocked = time.perf_counter(), blocked
 
     def end(self, blocked: float) -> tuple[float, float] | None:
         """The step's computation is done; when it was stretched, from when to when."""
         if not self.is_on:
             return None
-        _wait_for_device()
+        wait_for_device()
         computed_at = time.perf_counter()
         computed = computed_at - self._begin - (blocked - self._blocked)
         if self.slowdown > 1:

@@ -122,6 +122,11 @@ class Wire:
         self.codes = self.bytes[:, first:end].view(codec.dtype).unflatten(1, (layout.num_blocks, layout.block))
 
 
+def coded_bytes(name: str, num_elements: int, num_workers: int) -> int:
+    """What a flat buffer takes when it is coded, scales and filling included."""
+    return Wire(CODECS[name], Layout(num_elements, num_workers), num_workers, torch.device("meta")).bytes.numel()
+
+
 class _CodedBuffer:
     """What a worker keeps for one flat buffer: the common mean, both residuals, and the bytes on their way."""
 

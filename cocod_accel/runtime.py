@@ -28,6 +28,8 @@ from cocod_accel.engine import check_settings, prepare_for_cpu
 
 #: A worker that waits longer than this for the others gives up.
 _TIMEOUT = timedelta(minutes=10)
+#: What workers run, unless another module is named.
+TRAINER = "cocod_accel.train"
 
 
 def is_speaker() -> bool:
@@ -92,8 +94,9 @@ def launch_command(
     use_gpu: bool | None = None,
     max_restarts: int = 0,
     config_file: Path | None = None,
+    module: str = TRAINER,
 ) -> list[str]:
-    """The ``accelerate launch`` line that runs the trainer with this many workers on this machine."""
+    """The ``accelerate launch`` line that runs the trainer, or another module, with this many workers on this machine."""
     gpu = torch.cuda.device_count() >= num_workers if use_gpu is None else use_gpu
     config = config_file or accelerate_config(num_workers, gpu)
     shown = os.path.relpath(config)
@@ -109,15 +112,15 @@ def launch_command(
         options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     if max_restarts:
         options += ["--max_restarts", str(max_restarts), "--monitor_interval", "0.5"]
-    return ["accelerate", "launch", *options, "-m", "cocod_accel.train", *arguments]
+    return ["accelerate", "launch", *options, "-m", module, *arguments]
 
 
-def _check_connected(accelerator: Accelerator, config: Config, arguments: list[str]) -> None:
+def _check_connected(accelerator: Accelerator, config: Config, arguments: list[str], module: str) -> None:
     meant, there = config.cluster.num_workers, accelerator.num_processes
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if there == meant:
         return
-    command = " ".join(launch_command(meant, arguments))
+    command = " ".join(launch_command(meant, arguments, module=module))
     if there == 1 and started > 1:
         reason = f"{started} processes were started but are not connected to each other"
     else:
@@ -126,7 +129,7 @@ def _check_connected(accelerator: Accelerator, config: Config, arguments: list[s
 
 
 @contextmanager
-def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
+def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterator[Accelerator]:
     """An Accelerator of the workers that were meant; everything is torn down on every path."""
     on_cpu = config.cluster.device == "cpu" or not torch.cuda.is_available()
     local_workers = _local_workers()
@@ -140,7 +143,7 @@ def start(config: Config, arguments: list[str]) -> Iterator[Accelerator]:
     else:
         handlers: list[Any] = [InitProcessGroupKwargs(timeout=_TIMEOUT)]
         accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision, kwargs_handlers=handlers)
-    _check_connected(accelerator, config, arguments)
+    _check_connected(accelerator, config, arguments, module)
     seed_everything(config.seed + accelerator.process_index)
     yield accelerator
     # Only after a clean run: after an exception the others may be anywhere, and nothing may wait for them.

@@ -14,6 +14,7 @@
         with sync.averaged():                             # every few epochs: evaluate the mean model, sharded and exact
             evaluate                                      # the one gather: accuracy, loss, slowest worker's seconds
         metrics row; trackers; spans
+        choose the period of the next epoch               # if asked for: time a transfer, gather, sync.set_period
         move batches to the speeds of this epoch          # if asked for: gather step times, sync.reweight, new shards
     sync.finish()                                         # every worker holds the same mean model
     summary
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,12 +42,14 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from cocod_accel.attach import attach
+from cocod_accel.autoperiod import AutoPeriod
+from cocod_accel.calibration import sample_steps
 from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
 from cocod_accel.comm import bytes_of, node_group
 from cocod_accel.config import Config, ConfigError, save_config
 from cocod_accel.faults import Watch
 from cocod_accel.metrics import Place, RunFolder, TimeToAccuracy, TrainingClock
-from cocod_accel.pace import Pace, relative_speeds
+from cocod_accel.pace import Pace, measure_speeds, relative_speeds
 from cocod_accel.packing import flush
 from cocod_accel.runtime import has_core_each
 from cocod_accel.sharding import (
@@ -61,6 +65,8 @@ from cocod_accel.work import Position, Work
 
 #: Batches are moved only if that makes a step at least this much shorter; moving costs a blocking average.
 _WORTH_MOVING = 0.05
+#: How long steps are timed at least, before training, for a period that is to be found.
+_TIMED_SECONDS = 2.0
 #: No worker's batch shrinks to less than this part of batch_size, nor to 1, which BatchNorm cannot take.
 _FEWEST = 8
 
@@ -92,9 +98,10 @@ class Trainer:
         if config.link is not None:
             self.sync.emulate_link(config.link)
         self.pace = Pace(
-            is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None,
+            is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None or config.has_auto_period,
             is_busy=accelerator.device.type == "cpu" and has_core_each(),
         )
+        self.auto = AutoPeriod(self.sync, self._gather, config.algorithm.fragments) if config.has_auto_period else None
         self.sync.guard = self._check_losses
         self.sync.listen()
         self.checkpoints = Checkpoints(place.path / "checkpoints", self.sync, accelerator, keep=config.checkpoint.keep)
@@ -142,6 +149,10 @@ class Trainer:
             self._write_spans()
             self.at.epoch, self.at.index, self.at.last_shared = epoch + 1, 0, 0
             self.losses.zero_()
+            if self.auto is not None and not is_last:
+                self.clock.start()
+                self._decide_period(statistics.median(self.pace.seconds) if self.pace.seconds else math.nan, bar)
+                self.clock.stop()
             if replan is not None and (epoch + 1) % replan == 0 and not is_last:
                 self._replan(epoch + 1, bar)
             if every is not None and (epoch + 1) % every == 0 and not is_last:
@@ -257,6 +268,7 @@ class Trainer:
             resumed = self.checkpoints.resume(resumed.path, is_same=self._is_same_plan)
         if resumed is None:
             self.folder.cut(self.rank, {"metrics": 0, "spans": 0})
+            self._find_first_period()
             self.save()
             self._write_plan(0, self.config.speeds)
             return
@@ -280,10 +292,14 @@ class Trainer:
         if self.is_main:
             how = "" if resumed.is_exact else f"; from the mean of {resumed.num_workers} workers, with batches planned anew"
             print(f"resumed from {resumed.path} at step {self.step}, epoch {self.at.epoch + 1}{how}", flush=True)
+        if self.auto is not None and self.at.periods is not None:
+            self.auto.restore(self.at.periods)
         if not resumed.is_exact or self.place.start is not None or self.step == 0:
             self._write_plan(self.at.epoch, self.config.speeds)
         if self.is_main:
             save_config(self.config, self.folder.path / "config.yaml")  # what may change may have changed
+        if self.at.periods is None:
+            self._find_first_period()
         if self.place.start is not None:
             self.save()  # from now on this run has checkpoints of its own
 
@@ -317,7 +333,7 @@ class Trainer:
         # The mean loss of the epoch so far stays what it was.
         self.losses.mul_(rounds * period / max(at.index, 1))
         at.index, at.generator, at.first_batches = rounds * period, None, list(self.work.plan.batches)
-        at.moved_batches = at.paces = at.fixed = None
+        at.moved_batches = at.paces = at.fixed = at.periods = None
         at.last_shared = self._shared_step()
         at.seed = f"{self.config.seed}/resumed at {at.step}"
         at.samples = round(at.all_samples / self.work.all_samples_per_own(min(at.epoch, len(self.work.steps) - 1)))
@@ -415,6 +431,29 @@ class Trainer:
                 flush=True,
             )
 
+    # ---- a period that follows what averages take
+
+    def _find_first_period(self) -> None:
+        """Before training, with steps like those of the run."""
+        if self.auto is not None:
+            self._now_at("the measurement of its step")
+            seconds = min(_TIMED_SECONDS, self.config.cluster.measure_seconds)
+            with sample_steps(self.config, self.task, self.accelerator, self.work.batch) as run_step:
+                measured = measure_speeds(run_step, min_seconds=seconds)
+            self.auto.begin_anew()
+            self._decide_period(measured.step_seconds[self.rank], None)
+
+    def _decide_period(self, compute_seconds: float, bar: Any) -> None:
+        """The same on all workers; said and kept."""
+        assert self.auto is not None
+        decision = self.auto.decide(compute_seconds)
+        self.at.periods = self.auto.schedule
+        if decision is not None and self.is_main:
+            self.folder.row({"kind": "period", "step": self.step, "epoch": self.at.epoch, **vars(decision), **self._label})
+            if bar is not None:
+                bar.clear()
+            print(f"epoch {self.at.epoch + 1}: {decision}{self._note}", flush=True)
+
     # ---- evaluation
 
     def _evaluate(self, epoch: int, bar: Any) -> None:
@@ -464,6 +503,7 @@ class Trainer:
             "comm_exposed_seconds": stats.exposed_seconds,
             "comm_hidden_seconds": stats.hidden_seconds,
             "drift": stats.drift,
+            **({} if self.auto is None else {"period": self.auto.period}),
         }
         self._write_row("train", row, bar)
 

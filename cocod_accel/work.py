@@ -125,6 +125,8 @@ class Position:
     #: (batch, seconds) of every worker when batches were last thought of, and the share of a step that is fixed.
     paces: list[list[float]] | None = None
     fixed: list[float] | None = None
+    #: (first step, period) pairs that ``algorithm.period: auto`` has decided; None: the configuration says them.
+    periods: list[list[int]] | None = None
     #: Of the random crops and flips.
     generator: Tensor | None = None
     #: Of all workers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 
@@ -47,8 +48,29 @@ def make_noisy_data() -> tuple[Noisy, Noisy]:
     return Noisy(60), Noisy(31)
 
 
-def make_forgetful_model() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+class Forgetful(nn.Module):
+    """Random in its forward, and in what it is built with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.scale = 1 + random.random()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.scale * x)
+        return out
+
+
+_BUILT = itertools.count()
+
+
+def with_another_start() -> nn.Module:
+    """Whoever builds it twice in a process gets two different models."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.get_buffer("2.running_mean")):
+            tensor.fill_(0.01 * (1 + next(_BUILT)))
+    return model
 
 
 def make_model(width: int) -> nn.Module:

@@ -43,7 +43,7 @@ TINY = [
 ]  # fmt: skip
 #: A user's own data, which goes through a loader.
 OWN = [
-    *DEFAULT, "task.name=tests.own_code:make_noisy_data", "model.name=tests.own_code:make_forgetful_model", "batch_size=3",
+    *DEFAULT, "task.name=tests.own_code:make_noisy_data", "model.name=tests.own_code:Forgetful", "batch_size=3",
 ]  # fmt: skip
 
 
@@ -348,6 +348,12 @@ def test_sixteen_workers_learn() -> None:
     assert learning.outcome().best_accuracy == max(row.values["accuracy"] for row in rows if row.kind == "eval")
 
 
+def test_all_workers_begin_with_the_model_of_worker_0() -> None:
+    learning = Learning(load_config([*TINY, "model.name=tests.own_code:with_another_start"]))
+    first, second = (learner.model.state_dict() for learner in learning._learners)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 # ----------------------------------------------------------------------------------------- what is left alone
 
 
@@ -398,7 +404,10 @@ def test_whatever_a_caller_draws_between_rows_changes_nothing() -> None:
             ["algorithm.fragments=9", "algorithm.period=9"],
             "algorithm.name=cocod: fragments=9 is more than the model's 6 trainable parameters",
         ),
-        (["model.name=tests.own_code:with_shared_statistics"], "algorithm.name=cocod: 0 is a SyncBatchNorm"),
+        (
+            ["model.name=tests.own_code:with_shared_statistics", "algorithm.name=ssgd"],
+            "algorithm.name=ssgd: 0 is a SyncBatchNorm",
+        ),
         (
             ["model.name=tests.own_code:with_an_idle_parameter", "algorithm.name=ssgd"],
             "algorithm.name=ssgd: parameter idle has no gradient, which DDP refuses, too; freeze it, or use it",

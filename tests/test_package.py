@@ -38,9 +38,9 @@ LIBRARY = [
     "hf",
 ]
 TRAINER = [
-    "schedule", "tables", "strict", "config", "cluster", "runtime", "tasks", "calibration",
-    "faults", "metrics", "trackers", "work", "steps", "trainer", "simulator", "report", "train",
-    "lab", "bench", "cli",
+    "schedule", "tables", "periods", "strict", "config", "cluster", "runtime", "tasks", "calibration",
+    "faults", "metrics", "trackers", "work", "steps", "autoperiod", "trainer", "simulator", "report", "train",
+    "plan", "lab", "bench", "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER
 #: Within report/, likewise.

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cocod_accel.config import Config, ConfigError, TaskConfig
-from cocod_accel.tasks import DATASETS, MODELS, build_task
+from cocod_accel.config import Config, ConfigError, TaskConfig, load_config
+from cocod_accel.tasks import DATASETS, MODELS, TaskFacts, build_task, task_facts
 from cocod_accel.tasks.data import Images, batches, crop_and_flip
 
 CPU = torch.device("cpu")
@@ -144,3 +144,25 @@ def test_models_have_their_known_sizes(name: str, parameters: int) -> None:
 
 def test_every_task_says_what_it_is() -> None:
     assert all(make.__doc__ for make in DATASETS.values())
+
+
+def test_what_is_known_without_data_is_what_the_data_says() -> None:
+    for options in (
+        ["task.name=fashion_small"],
+        ["task.name=fashion_small", "task.train_limit=70", "task.test_limit=9000"],
+        ["task.name=synthetic", "task.args={num_train: 96, size: 8, channels: 3, num_classes: 4}"],
+        ["task.name=tests.own_code:make_tensors"],
+    ):
+        config = load_config(options)
+        task = build_task(config)
+        assert task_facts(config) == TaskFacts(task.num_train, task.num_test, task.input_shape, task.num_classes)
+
+
+def test_the_sizes_of_data_that_is_not_here_are_those_of_its_authors() -> None:
+    for name in ("mnist", "fashion_mnist", "cifar10", "cifar100"):
+        facts = task_facts(load_config([f"task.name={name}"]))
+        assert (facts.num_train, facts.num_test) == ((50_000, 10_000) if "cifar" in name else (60_000, 10_000))
+        assert facts.input_shape == ((3, 32, 32) if "cifar" in name else (1, 28, 28))
+        assert facts.num_classes == (100 if name == "cifar100" else 10)
+    with pytest.raises(ConfigError, match=r"task.name=cifar11: is not known; did you mean cifar10\?"):
+        task_facts(load_config(["task.name=cifar11"]))

@@ -51,13 +51,13 @@ def run_bench(settings: BenchSettings, folder: Path, *, uses_lab: bool = True) -
         stack.enter_context(place)
         total = _num_rows(settings, reason is None)
         bar = stack.enter_context(tqdm(total=total, unit="row", disable=not sys.stderr.isatty()))
-        bench = _Bench(settings, place, folder, file, bar)
+        bench = Bench(settings, place, folder, file, bar)
         bench.steps()
         bench.accuracy()
     return path
 
 
-class _Bench:
+class Bench:
     """One benchmark on one machine."""
 
     def __init__(self, settings: BenchSettings, place: Lab | Loopback, folder: Path, file: Any, bar: Any) -> None:
@@ -85,6 +85,11 @@ class _Bench:
         for ratio in options.ratios:
             given = {"target": options.target, "looks": options.looks, "seeds": list(range(options.num_seeds))}
             self._run(ratio, {**given, "kind": "accuracy", "contenders": names})
+
+    def periods(self, ratio: float, job: dict[str, Any]) -> None:
+        """The measurement of ``cocod plan`` on one link, and the step of CoCoD-SGD with every period."""
+        overrides = [f"batch_size={self.settings.steps.batch_size}"]
+        self._run(ratio, {**job, "kind": "periods", "overrides": overrides})
 
     def _run(self, ratio: float, job: dict[str, Any]) -> None:
         """Keep the rows of a job, and answer what it asks."""

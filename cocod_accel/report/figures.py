@@ -53,6 +53,20 @@ def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping
     return figures
 
 
+def draw_expected(expected: Scaling) -> dict[str, Figure]:
+    """What ``cocod plan`` expects of every algorithm, by the name of its file; workers double along both axes."""
+    with mpl.rc_context(_SETTINGS):
+        figure = _speedup(expected, "Expected time speedup over the number of workers (simulated)")
+        axes = figure.axes[0]
+        counts = axes.get_xticks()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(counts)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        return {"expected_speedup": figure}
+
+
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     paths = []
     with mpl.rc_context(_SETTINGS):
@@ -163,7 +177,7 @@ def _line(style: Style) -> dict[str, Any]:
     }
 
 
-def _speedup(scaling: Scaling) -> Figure:
+def _speedup(scaling: Scaling, title: str = "Time speedup over the number of workers") -> Figure:
     figure = Figure(figsize=(7.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     counts = sorted({workers for found in scaling.series.values() for workers, _ in found})
@@ -176,7 +190,7 @@ def _speedup(scaling: Scaling) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("number of workers")
     axes.set_ylabel(f"time speedup, {scaling.reference} = 1")
-    _title(figure, "Time speedup over the number of workers")
+    _title(figure, title)
     _legend_beside(figure)
     return figure
 

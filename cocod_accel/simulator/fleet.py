@@ -78,13 +78,11 @@ class Fleet:
     def compute_and_join(self, work: Array, parcel: Parcel, overlap: float) -> Flight:
         """The same together, the transfer beginning early: the share ``overlap`` of it before the last worker is done.
 
-        Workers begin together, so the transfer begins at c - (1 - a) h, if c is the longest computation, a the
-        interference and h the seconds that are hidden; at most so many that it begins with the step.
+        Workers begin together, and the link is free. If c is the longest computation, a the interference and h the
+        seconds that are hidden, the transfer begins at c - (1 - a) h, but not before the step does.
         """
         begin, longest = float(self.now.max()), float(work.max())
-        rate = 1 - self._interference
-        hidden = min(overlap * parcel.seconds, longest / rate)
-        start = max(begin + longest - rate * hidden, self._link_free)
+        start = max(begin + longest - (1 - self._interference) * overlap * parcel.seconds, begin)
         flight = self._sent(parcel, start, self.now)
         self.compute(work)
         return Flight(np.minimum(self.now, start), flight.end, parcel.sent_bytes)

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 
 from cocod_accel.cluster import Cluster
 from cocod_accel.config import Config, ConfigError, load_config, validate
+from cocod_accel.periods import choose_period
 from cocod_accel.simulator.payloads import parcels_of
 from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
 from cocod_accel.simulator.timeline import Course, Timeline
-from cocod_accel.simulator.times import step_times
+from cocod_accel.simulator.times import mean_seconds, step_times
 from cocod_accel.tasks import task_facts
+from cocod_accel.theory import StepTimes
 from cocod_accel.work import Work
 
 
@@ -63,11 +65,22 @@ def configured(cluster: Cluster, arguments: list[str], algorithm: str | None = N
     config = load_config([*arguments, *own])
     _refuse(config)
     config.emulate.cluster = title(cluster)
+    if config.has_auto_period:
+        config.algorithm.period = choose_period(expected_times(cluster, config), least=config.algorithm.fragments)
     if steps is not None:
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be at least 1")
         _set_length(config, steps)
     return config
+
+
+def expected_times(cluster: Cluster, config: Config) -> StepTimes:
+    """What a step of the slowest worker and a round's transfer take on ``cluster``, with the batches of ``config``."""
+    facts = task_facts(config)
+    work = Work.of(config, facts.num_train, 0)
+    parts = parcels_of(config, cluster, work.algorithm, facts).parts
+    slowest = float(mean_seconds(cluster, work.plan.batches).max())
+    return StepTimes(slowest, sum(part.seconds for part in parts), cluster.interference)
 
 
 def title(cluster: Cluster) -> str:

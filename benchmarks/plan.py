@@ -1,0 +1,92 @@
+"""Whether the period that ``cocod plan`` recommends is the best one: found by trying them all on the same link.
+
+    python -m benchmarks.plan [--ratio 3] [--repeats 5] [--no-lab] [--out FOLDER]
+
+Two workers on a link on which an average takes ``--ratio`` steps: in a network lab (root), else emulated. The measurement of
+``cocod plan`` comes first; then blocks of CoCoD-SGD with every period from 1 to 10 are interleaved, each between two blocks
+without communication. A figure is the median of such ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cocod_accel.bench.results import Figure, read_rows
+from cocod_accel.bench.runner import Bench, describe_machine
+from cocod_accel.bench.settings import BenchSettings
+from cocod_accel.cluster import load_cluster
+from cocod_accel.lab import Lab, Loopback, why_not
+from cocod_accel.plan.recommend import advise
+from cocod_accel.tables import aligned
+
+PERIODS = list(range(1, 11))
+_CLOSE = 0.05
+
+
+def table(rows: list[dict[str, object]], recommended: int) -> str:
+    """A row a period; the best and the recommended one are marked."""
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "period":
+            ratios[int(str(row["period"]))].append(float(str(row["seconds"])) / float(str(row["limit_seconds"])))
+    figures = {period: Figure.of(values) for period, values in sorted(ratios.items())}
+    best = min(figures, key=lambda period: figures[period].median)
+    lines = [["period", "", "step / step without communication", "n", "over the best"]]
+    for period, figure in figures.items():
+        marks = [name for name, marked in (("best", best), ("recommended", recommended)) if marked == period]
+        over = figure.median / figures[best].median - 1
+        lines.append([str(period), ", ".join(marks), str(figure), str(figure.n), f"{over:+.1%}"])
+    if recommended not in figures:
+        return f"{aligned(lines)}\nrecommended: {recommended}, which was not tried"
+    over = figures[recommended].median / figures[best].median - 1
+    verdict = "yes" if over <= _CLOSE else "no"
+    return f"{aligned(lines)}\nrecommended {recommended}, best {best}: {over:+.1%}; within {_CLOSE:.0%}: {verdict}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ratio", type=float, default=3.0, help="steps that an average takes; default: 3")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="of a block, at least; default: 20")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the measurement; default: 30")
+    parser.add_argument("--no-lab", action="store_true", help="emulate the link")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan"), help="where rows and tables go")
+    options = parser.parse_args()
+    settings = BenchSettings()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "machine.json").write_text(json.dumps(describe_machine(), indent=2) + "\n")
+    cluster_file, rows_file = options.out / "cluster.yaml", options.out / "rows.jsonl"
+    reason = "none was asked for" if options.no_lab else why_not()
+    if reason is not None:
+        print(f"no network lab: {reason}. The link is emulated.", flush=True)
+    job = {"periods": PERIODS, "repeats": options.repeats, "steps": options.steps, "seconds": options.seconds}
+    with ExitStack() as stack:
+        place: Lab | Loopback = Loopback() if reason is not None else Lab(settings.num_workers)
+        stack.enter_context(place)
+        file = stack.enter_context(rows_file.open("w"))
+        bar = stack.enter_context(tqdm(total=len(PERIODS) * options.repeats, unit="block", disable=not sys.stderr.isatty()))
+        bench = Bench(settings, place, options.out, file, bar)
+        bench.periods(options.ratio, {**job, "cluster": str(cluster_file.absolute())})
+    advice = advise(load_cluster(cluster_file), [settings.config, f"batch_size={settings.steps.batch_size}"], [2])
+    where = "in a network lab" if reason is None else "on an emulated link"
+    times = advice.times
+    text = "\n".join(
+        [
+            f"two workers {where}: a step takes {1e3 * times.compute_seconds:.0f} ms, an average "
+            f"{times.comm_seconds / times.compute_seconds:.2f} steps, interference {times.interference:.0%} (cocod plan)",
+            table(read_rows(rows_file), advice.period),
+        ]
+    )
+    print(text)
+    (options.out / "tables.txt").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
+
+The period follows from :func:`~cocod_accel.periods.choose_period`, the algorithm from the simulated time of all five. Theory
+warns where a period is longer than its bound; it never shortens one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.cluster import Cluster
+from cocod_accel.config import Config, ConfigError, load_config
+from cocod_accel.periods import MARGIN, choose_period
+from cocod_accel.plan.findings import ALIKE
+from cocod_accel.simulator.simulate import configured, expected_times, simulate
+from cocod_accel.tasks import task_facts
+from cocod_accel.theory import PAPER_PERIOD, StepTimes, paper_period_bound
+from cocod_accel.work import Work
+
+#: What others must gain over S-SGD, and over CoCoD-SGD, to be recommended instead.
+_WORTH_IT, _AS_GOOD = 0.05, 0.02
+#: Steps of a simulation; enough that its beginning and end do not matter.
+_STEPS = 300
+#: In this order a shorter payload is tried.
+_PAYLOADS = ("fp32", "bf16", "int8")
+#: What a simulation cannot or must not have of a real run.
+_REAL_ONLY = (
+    "emulate.slowdown=null",
+    "emulate.link.bandwidth_mbit=null",
+    "emulate.link.latency_ms=0",
+    "emulate.cluster=null",
+    "cluster.replan_epochs=null",
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Simulated speedups over one worker alone, by algorithm, on some number of workers."""
+
+    num_workers: int
+    #: Of the algorithms that have one.
+    period: int
+    #: None: the configuration cannot be trained so.
+    speedups: dict[str, float | None]
+    #: What no communication and no waiting would give.
+    linear: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take."""
+
+    algorithm: str
+    period: int
+    payload: str
+    proportional: bool
+    batches: tuple[int, ...]
+    learning_rate: float
+    times: StepTimes
+    #: (what, its value, why) for a reader.
+    reasons: list[tuple[str, str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    expected: list[Expected] = field(default_factory=list)
+    #: For ``cocod train``, after the user's own arguments.
+    overrides: list[str] = field(default_factory=list)
+
+
+def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | None = None) -> Advice:
+    """Everything for a run of the configuration of ``arguments`` on ``cluster``.
+
+    ``counts``: the numbers of workers to expect speedups for, the cluster's own among them; None: up to 64 at least.
+    """
+    planner = _Planner(list(arguments))
+    payload, period, notes, warnings = planner.payload(cluster)
+    expected = [planner.expected(cluster.resized(n), payload) for n in counts or worker_counts(cluster.num_workers)]
+    own = next(row for row in expected if row.num_workers == cluster.num_workers)
+    algorithm, why = best_algorithm(own.speedups, cluster.num_workers)
+    kind = ALGORITHMS[algorithm]
+    if kind.reduces_gradients:
+        payload, notes, warnings = "fp32", [], []
+    config = planner.config(cluster, algorithm, period=period, payload=payload)
+    work = Work.of(config, task_facts(config).num_train, 0)
+    times = expected_times(cluster, planner.config(cluster, "cocod", period=period, payload=payload))
+    rate = config.optimizer.learning_rate
+    factor = work.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
+    advice = Advice(
+        algorithm=algorithm,
+        period=period,
+        payload=payload,
+        proportional=config.cluster.proportional,
+        batches=work.plan.batches,
+        learning_rate=rate * factor,
+        times=times,
+        warnings=warnings,
+        expected=expected,
+        overrides=_overrides(config, cluster, kind.reduces_gradients),
+    )
+    advice.reasons.append(("algorithm", algorithm, why))
+    if not kind.reduces_gradients:
+        advice.reasons.append(("period", str(period), _why_period(times, period, algorithm)))
+        advice.reasons.extend(notes)
+    advice.reasons.append(("batches", _runs(work.plan.batches), _why_batches(cluster, config)))
+    scaled = f"{rate:g} of one worker times {factor:g} (Remark 4 of the paper), after the warm-up"
+    unscaled = "optimizer.scale_learning_rate is off"
+    why_rate = scaled if config.optimizer.scale_learning_rate else unscaled
+    advice.reasons.append(("learning rate", f"{advice.learning_rate:g}", why_rate))
+    return advice
+
+
+def worker_counts(own: int) -> list[int]:
+    """1, 2, 4, ... up to 64 at least, and the cluster's own."""
+    counts = {own}
+    n = 1
+    while n <= max(64, own):
+        counts.add(n)
+        n *= 2
+    return sorted(counts)
+
+
+def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple[str, str]:
+    """The fastest, and why; S-SGD where others hardly gain, because its gradients are exact; then CoCoD-SGD."""
+    known = {name: speedup for name, speedup in speedups.items() if speedup is not None}
+    if not known:
+        raise ConfigError("no algorithm can be simulated with this configuration; run cocod simulate to see why")
+    if num_workers == 1:
+        return "ssgd", "one worker: there is nobody to communicate with, and all algorithms are plain SGD"
+    fastest = max(known, key=lambda name: known[name])
+    ssgd = known.get("ssgd", 0.0)
+    if ssgd >= (1 - _WORTH_IT) * known[fastest]:
+        return "ssgd", (
+            f"communication is negligible: S-SGD is as good ({ssgd:.2f}x, {fastest} {known[fastest]:.2f}x; simulated), "
+            "and its gradients are exact"
+        )
+    chosen = "cocod" if known.get("cocod", 0.0) >= (1 - _AS_GOOD) * known[fastest] else fastest
+    gain = f", {known[chosen] / ssgd:.2f} times S-SGD" if ssgd else ""
+    return chosen, f"fastest of all: {known[chosen]:.2f}x one worker{gain} (simulated)"
+
+
+class _Planner:
+    """Configurations of one user for many clusters and algorithms."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+        # With any number of fragments and any period of the user's.
+        own = ["algorithm.name=cocod", "algorithm.period=1000000", "cluster.proportional=false"]
+        #: A round is at least as many steps as a model is sent in parts.
+        self._fragments = load_config([*arguments, *_REAL_ONLY, *own]).algorithm.fragments
+
+    def config(
+        self, cluster: Cluster, algorithm: str, *, period: int = 1, payload: str = "fp32", steps: int | None = None
+    ) -> Config:
+        kind = ALGORITHMS[algorithm]
+        uneven = is_uneven(cluster) and kind.same_period
+        own = [f"cluster.proportional={str(uneven).lower()}"]
+        if kind.reduces_gradients:
+            own += ["algorithm.period=1", "algorithm.payload=fp32", "algorithm.optimizer_state=keep"]
+        else:
+            own += [f"algorithm.period={period}", f"algorithm.payload={payload}"]
+        if algorithm != "cocod":
+            own.append("algorithm.fragments=1")
+        return configured(cluster, [*self._arguments, *_REAL_ONLY, *own], algorithm, steps)
+
+    def payload(self, cluster: Cluster) -> tuple[str, int, list[tuple[str, str, str]], list[str]]:
+        """The longest payload whose period theory does not mind, that period, and what there is to say."""
+        config = self.config(cluster, "cocod", period=self._fragments)
+        num_steps = sum(Work.of(config, task_facts(config).num_train, 0).steps)
+        num_workers = cluster.num_workers
+        bound = max(1.0, paper_period_bound(num_steps, num_workers))
+        named = f"theory's {bound:.1f} for {num_steps} steps of {num_workers} workers"
+        tried: list[tuple[str, int]] = []
+        for name in _PAYLOADS if self._fragments == 1 else _PAYLOADS[:1]:
+            period = self.period(cluster, name)
+            if not tried or period < min(k for _, k in tried):
+                tried.append((name, period))
+            if period <= bound:
+                break
+        payload, period = tried[-1]
+        before = ", ".join(f"{name} would need {k}" for name, k in tried[:-1])
+        if not before:
+            why = f"its period is within {named}" if period <= bound else "a shorter payload makes no shorter period"
+        else:
+            why = f"{before}, above {named}"
+        warnings = []
+        if period > bound:
+            warnings.append(
+                f"period {period} is above {named}, which is its O(T^(1/4) / N^(3/4)) scaled through the paper's "
+                f"{PAPER_PERIOD}: accuracy may suffer; compare it with a shorter period"
+            )
+        if period > num_steps:
+            warnings.append(f"a round of {period} steps is longer than the whole run of {num_steps}")
+        return payload, period, [("payload", payload, why)], warnings
+
+    def period(self, cluster: Cluster, payload: str) -> int:
+        config = self.config(cluster, "cocod", period=self._fragments, payload=payload)
+        return choose_period(expected_times(cluster, config), least=self._fragments)
+
+    def expected(self, cluster: Cluster, payload: str) -> Expected:
+        period = self.period(cluster, payload)
+        speedups: dict[str, float | None] = {}
+        for name in ALGORITHMS:
+            try:
+                config = self.config(cluster, name, period=period, payload=payload, steps=_STEPS)
+            except ConfigError:
+                speedups[name] = None
+            else:
+                speedups[name] = simulate(cluster, config, steps=_STEPS).speedup
+        return Expected(cluster.num_workers, period, speedups, sum(cluster.speeds()))
+
+
+def is_uneven(cluster: Cluster) -> bool:
+    """Whether proportional sampling is worth it."""
+    speeds = cluster.speeds()
+    return max(speeds) > (1 + ALIKE) * min(speeds)
+
+
+def _why_period(times: StepTimes, period: int, algorithm: str) -> str:
+    facts = f"a step takes {1e3 * times.compute_seconds:.1f} ms, an average {1e3 * times.comm_seconds:.1f} ms"
+    under = f" while computing goes on at {1 - times.interference:.0%}" if times.interference else ""
+    does = "hides it" if algorithm != "local" else "would hide it"
+    return f"{facts}{under}: the smallest that {does}, with {MARGIN:.0%} to spare"
+
+
+def _why_batches(cluster: Cluster, config: Config) -> str:
+    if config.cluster.proportional:
+        return f"proportional to speeds, which differ by {max(cluster.speeds()) / min(cluster.speeds()) - 1:.0%}"
+    if is_uneven(cluster):
+        return f"equal: {config.algorithm.name} gives faster workers more steps instead"
+    return f"equal: speeds differ by less than {ALIKE:.0%}"
+
+
+def _runs(batches: Sequence[int]) -> str:
+    """4 x 32, 4 x 48 for what would fill lines."""
+    runs: list[list[int]] = []
+    for batch in batches:
+        if runs and runs[-1][1] == batch:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, batch])
+    return ", ".join(f"{count} x {batch}" for count, batch in runs)
+
+
+def _overrides(config: Config, cluster: Cluster, reduces_gradients: bool) -> list[str]:
+    own = [f"algorithm.name={config.algorithm.name}"]
+    if reduces_gradients:
+        own.append("algorithm.period=1")
+    else:
+        own += [f"algorithm.period={config.period_by_epoch[-1][1]}", f"algorithm.payload={config.algorithm.payload}"]
+    own.append(f"cluster.num_workers={cluster.num_workers}")
+    if config.cluster.proportional or not ALGORITHMS[config.algorithm.name].same_period:
+        own.append(f"cluster.speeds=[{','.join(f'{speed:g}' for speed in cluster.speeds())}]")
+    own.append(f"cluster.proportional={str(config.cluster.proportional).lower()}")
+    return own

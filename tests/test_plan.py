@@ -1,0 +1,480 @@
+"""``cocod plan`` and ``algorithm.period: auto``: one rule, measured for real, and the same on every worker."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+from cocod_accel import CoCoDSGD, attach, cli, train
+from cocod_accel import trainer as trainer_module
+from cocod_accel.autoperiod import AutoPeriod
+from cocod_accel.cluster import Cluster, Network, WorkerGroup, load_cluster, save_cluster
+from cocod_accel.comm import Link
+from cocod_accel.config import load_config
+from cocod_accel.pace import Measured, Pace
+from cocod_accel.periods import choose_period
+from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
+from cocod_accel.plan.measure import fixed_seconds
+from cocod_accel.plan.recommend import advise, best_algorithm, worker_counts
+from cocod_accel.rounds import Period, RoundClock
+from cocod_accel.simulator.simulate import configured, expected_times, simulate
+from cocod_accel.theory import StepTimes
+from cocod_accel.trainer import Trainer
+from tests import loops
+from tests.test_trainer import TINY, command, rows_of
+from tests.workers import run_workers
+
+ROOT = Path(__file__).parents[1]
+CLUSTERS = ROOT / "configs" / "cluster"
+#: A mean model of 256 kB or so; a cluster file says what steps take.
+TASK = ["task.name=synthetic", "model.name=mlp", "batch_size=32", "task.args={num_train: 8192}", "cluster.device=cpu"]
+
+
+# ---------------------------------------------------------------------------------------------- the rule
+
+
+@pytest.mark.parametrize(
+    ("compute", "comm", "interference", "period"),
+    [
+        (0.1, 0.3, 0.0, 4),  # three steps would hide it, with nothing to spare
+        (0.1, 0.27, 0.0, 3),
+        (0.1, 0.3, 0.2, 3),  # 0.06 of it are spent computing more slowly, so it lasts as long as three steps
+        (0.1, 0.0, 0.0, 1),
+        (0.1, 0.05, 0.0, 1),
+        (0.1, 1.0, 0.0, 11),
+    ],
+)
+def test_the_smallest_period_that_hides_an_average(compute: float, comm: float, interference: float, period: int) -> None:
+    assert choose_period(StepTimes(compute, comm, interference)) == period
+
+
+def test_the_margin_and_the_least_period_are_the_callers() -> None:
+    times = StepTimes(0.1, 0.3, 0.0)
+    assert choose_period(times, margin=0.0) == 3
+    assert choose_period(times, margin=0.5) == 5
+    assert choose_period(times, least=6) == 6
+    with pytest.raises(ValueError, match="margin=-1"):
+        choose_period(times, margin=-1)
+
+
+seconds = st.floats(1e-4, 1e2)
+
+
+@given(seconds, seconds, st.floats(0, 0.9), st.floats(0, 1))
+def test_it_hides_and_none_shorter_does(compute: float, comm: float, interference: float, margin: float) -> None:
+    period = choose_period(StepTimes(compute, comm, interference), margin=margin)
+    needed = (1 + margin) * (1 - interference) * comm
+    assert period >= 1
+    assert needed <= period * compute * (1 + 1e-9)
+    assert period == 1 or needed > (period - 1) * compute * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.7, 3.3, 5.9])
+def test_a_simulated_round_of_it_waits_for_nothing_and_a_shorter_one_does(ratio: float) -> None:
+    cluster = even_cluster(ratio)
+    period = choose_period(expected_times(cluster, simulated(cluster, 1)))
+    transfer = ratio * cluster.step_seconds
+    hidden = simulate(cluster, simulated(cluster, period), steps=60).timeline.fleet
+    assert hidden.exposed_seconds.max() <= 2 * transfer * 1.001  # what is in flight in the end, and the last mean
+    if period - 1 in range(1, math.ceil(ratio)):  # else it is the margin that makes it longer
+        shorter = simulate(cluster, simulated(cluster, period - 1), steps=60).timeline.fleet
+        assert shorter.exposed_seconds.max() > 2 * transfer * 1.001
+
+
+def even_cluster(ratio: float, **more: Any) -> Cluster:
+    """Two workers; an average takes ``ratio`` steps."""
+    step = 0.1
+    rows = [[1.0, ratio * step], [1e9, ratio * step]]
+    return Cluster(step_seconds=step, network=Network(allreduce=rows), **more)
+
+
+def simulated(cluster: Cluster, period: int | str) -> Any:
+    return configured(cluster, [*TASK, f"algorithm.period={period}"], "cocod", steps=60 if period != "auto" else None)
+
+
+def test_simulate_decides_auto_by_the_same_rule() -> None:
+    cluster = even_cluster(3.3)
+    assert simulated(cluster, "auto").algorithm.period == 4
+    assert simulated(replace(cluster, interference=0.5), "auto").algorithm.period == 2
+
+
+# ---------------------------------------------------------------------------------------- what is measured
+
+
+@given(st.floats(1, 1e5), st.floats(0.01, 100), st.integers(2, 64))
+def test_a_ring_is_found_again(latency_us: float, bandwidth_gbit: float, num_workers: int) -> None:
+    ring = Cluster(
+        workers=[WorkerGroup(count=num_workers)], network=Network(latency_us=latency_us, bandwidth_gbit=bandwidth_gbit)
+    )
+    transfers = [(size, ring.allreduce_seconds(size)) for size in (1e5, 4e5, 8e5, 1.6e6, 3.2e6)]
+    latency, bandwidth = fit_ring(transfers, num_workers)
+    again = replace(ring, network=Network(latency_us=latency, bandwidth_gbit=bandwidth))
+    for size, seconds in transfers:
+        assert again.allreduce_seconds(size) == pytest.approx(seconds, rel=1e-6)
+
+
+@given(st.lists(st.floats(1e-6, 1e2), min_size=2, max_size=6), st.integers(2, 8))
+def test_whatever_was_measured_makes_a_cluster_file(transfers: list[float], num_workers: int) -> None:
+    found = findings(num_workers, transfers=[(1e5 * 2**i, s) for i, s in enumerate(transfers)])
+    cluster = as_cluster(found, "any")
+    assert cluster.network.allreduce is not None
+    assert [row[1] for row in cluster.network.allreduce] == sorted(row[1] for row in cluster.network.allreduce)
+    assert cluster.resized(64).allreduce_seconds(1e5) > 0
+
+
+def findings(num_workers: int, **more: Any) -> Findings:
+    given: dict[str, Any] = {
+        "devices": ["cpu"] * num_workers,
+        "batch": 32,
+        "step_seconds": [0.1] * num_workers,
+        "fixed_seconds": [0.01] * num_workers,
+        "jitters": [0.02] * num_workers,
+        "transfers": [(1e5, 0.01), (2e5, 0.02)],
+        "interference": 0.1,
+        "what": "mlp, batch 32",
+    }
+    return Findings(**{**given, **more})
+
+
+def test_workers_that_are_alike_are_one_group_of_the_cluster(tmp_path: Path) -> None:
+    found = findings(5, step_seconds=[0.1, 0.103, 0.05, 0.2, 0.2], devices=["a", "a", "a", "b", "b"])
+    cluster = as_cluster(found, "mixed")
+    shown = [(group.name, group.count, group.speed) for group in cluster.workers]
+    assert shown == [("a", 2, pytest.approx(1.970, abs=1e-3)), ("a", 1, 4.0), ("b", 2, 1.0)]
+    assert cluster.step_seconds == pytest.approx(0.2)
+    save_cluster(cluster, tmp_path / "mixed.yaml")
+    assert load_cluster(tmp_path / "mixed.yaml") == cluster
+
+
+@given(st.floats(0, 0.5), st.floats(1e-4, 0.1), st.integers(2, 512))
+def test_the_fixed_part_of_a_step(fixed: float, a_sample: float, batch: int) -> None:
+    smaller = batch // 2
+    found = fixed_seconds((smaller, fixed + smaller * a_sample), (batch, fixed + batch * a_sample))
+    assert found == pytest.approx(min(fixed, 0.9 * (fixed + batch * a_sample)), abs=1e-9)
+    assert fixed_seconds((16, 0.01), (32, 0.1)) == 0.0  # less than in proportion is noise
+
+
+# -------------------------------------------------------------------------------------- what is recommended
+
+
+def speedups(**values: float) -> dict[str, float | None]:
+    return {"ssgd": None, "pipe": None, "local": None, "cocod": None, "asynlocal": None, **values}
+
+
+@pytest.mark.parametrize(
+    ("given", "num_workers", "name", "why"),
+    [
+        (speedups(ssgd=1.0, cocod=1.0), 1, "ssgd", "one worker"),
+        (speedups(ssgd=7.7, pipe=7.9, local=7.9, cocod=8.0), 8, "ssgd", "S-SGD is as good"),
+        (speedups(ssgd=4.0, pipe=6.0, local=7.0, cocod=7.9), 8, "cocod", "1.98 times S-SGD"),
+        (speedups(ssgd=4.0, cocod=7.9, asynlocal=8.0), 8, "cocod", "fastest"),
+        (speedups(ssgd=4.0, cocod=7.0, asynlocal=8.0), 8, "asynlocal", "fastest"),
+        (speedups(cocod=7.0), 8, "cocod", "fastest"),
+    ],
+)
+def test_the_fastest_algorithm_unless_nothing_is_gained(
+    given: dict[str, float | None], num_workers: int, name: str, why: str
+) -> None:
+    found, reason = best_algorithm(given, num_workers)
+    assert found == name
+    assert why in reason
+
+
+def test_the_counts_of_workers_that_are_looked_at() -> None:
+    assert worker_counts(2) == [1, 2, 4, 8, 16, 32, 64]
+    assert worker_counts(3) == [1, 2, 3, 4, 8, 16, 32, 64]
+    assert worker_counts(100)[-2:] == [64, 100]
+
+
+def slow_link(megabit: float) -> Cluster:
+    network = Network(latency_us=0.0, bandwidth_gbit=megabit / 1e3)
+    return Cluster(step_seconds=0.1, network=network, payload_bytes=1_000_000)
+
+
+def test_a_shorter_payload_only_where_theory_minds_the_period() -> None:
+    """8 Mbit at r Mbit/s take 80 / r steps; 1,024 steps of two workers: theory minds periods above 12.9."""
+    fine = advise(slow_link(20), TASK, [2])  # 4 steps
+    assert (fine.payload, fine.period, fine.warnings) == ("fp32", 5, [])
+    shorter = advise(slow_link(4), TASK, [2])  # 20 steps
+    assert (shorter.payload, shorter.period, shorter.warnings) == ("bf16", 12, [])
+    assert any("fp32 would need 22" in why for _, _, why in shorter.reasons)
+    shortest = advise(slow_link(1), TASK, [2])  # 80 steps: more than theory has an opinion on, and never shortened
+    assert shortest.payload == "int8"
+    assert 22 <= shortest.period <= 24
+    assert "accuracy may suffer" in shortest.warnings[0]
+
+
+def test_workers_that_differ_get_proportional_batches_and_their_rate() -> None:
+    cluster = replace(slow_link(20), workers=[WorkerGroup(count=1), WorkerGroup(name="fast", count=1, speed=2.0)])
+    advice = advise(cluster, [*TASK, "optimizer.learning_rate=0.01"], [2])
+    assert advice.proportional
+    assert advice.batches == (32, 64)
+    assert advice.learning_rate == pytest.approx(0.03)
+    assert {"cluster.proportional=true", "cluster.speeds=[1,2]"} <= set(advice.overrides)
+    nearly = replace(cluster, workers=[WorkerGroup(count=1), WorkerGroup(name="fast", count=1, speed=1.04)])
+    assert advise(nearly, TASK, [2]).batches == (32, 32)
+
+
+def test_fragments_are_a_least_period() -> None:
+    advice = advise(slow_link(80), [*TASK, "algorithm.fragments=4", "algorithm.period=4"], [2])
+    assert (advice.period, advice.payload) == (4, "fp32")
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def plan(*arguments: str) -> int:
+    return cli.main(["plan", *arguments])
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("office_1gbe", "cocod"), ("node_8gpu", "ssgd"), ("mixed_16", "ssgd")])
+def test_plan_from_a_cluster_file(name: str, algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A model of which an average takes several steps on 1 GbE, and none to speak of inside a machine.
+    given = ["batch_size=32", "model.name=small_resnet", "task.name=synthetic", "task.args={num_train: 8192}"]
+    assert plan(*given, "--cluster", str(CLUSTERS / f"{name}.yaml"), "--out", str(tmp_path / "out")) == 0
+    out = capsys.readouterr().out
+    assert f"algorithm: {algorithm} " in out
+    assert out.count("simulated") >= 2
+    table = out.split("expected speedup")[1].split("\n\n")[0].splitlines()
+    counts = [line.split()[0] for line in table[3:]]
+    assert [int(count) for count in counts] == worker_counts(load_cluster(CLUSTERS / f"{name}.yaml").num_workers)
+    line = next(line for line in out.splitlines() if line.startswith("  cocod train"))
+    words = shlex.split(line)
+    config = load_config(words[2:])
+    assert config.algorithm.name == algorithm
+    assert config.cluster.proportional == (name == "mixed_16")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"expected_speedup.png", "expected_speedup.svg"}
+    assert "simulated" in (tmp_path / "out" / "expected_speedup.svg").read_text()
+
+
+def test_one_worker_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_cluster(even_cluster(3.0).resized(1), tmp_path / "one.yaml")
+    assert plan(*TASK, "--cluster", str(tmp_path / "one.yaml"), "--out", str(tmp_path)) == 0
+    assert "one worker: there is nobody to communicate with" in capsys.readouterr().out
+
+
+def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    link = ["emulate.link.bandwidth_mbit=100", "emulate.slowdown=[1, 2]"]
+    done = command("cocod", "plan", *TASK, *link, "--save", str(file), "--seconds", "2", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("accelerate launch ")
+    assert "measuring both together" in done.stderr
+    cluster = load_cluster(file)
+    assert cluster.num_workers == 2
+    assert cluster.speeds()[0] > cluster.speeds()[1] == 1.0
+    assert "emulated" in cluster.description
+    rows = cluster.network.allreduce
+    assert rows is not None
+    assert len(rows) == 5
+    for size, found in rows:  # an emulated link is never faster than it says
+        assert found >= Link(100).seconds(round(size), 2)
+    assert 0 <= cluster.interference < 1
+    assert "recommended" in done.stdout
+    assert "cluster.proportional=true" in done.stdout
+    before = file.read_bytes()
+    again = command("cocod", "plan", *TASK, "--save", str(file))
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--cluster", "nowhere.yaml"], "error: nowhere.yaml: no such file"),
+        (["--workers", "0"], "error: --workers=0: must be at least 1"),
+        (["--seconds", "-1"], "error: --seconds=-1: must be positive"),
+        (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder is not there"),
+        (["--accelerate-config", "no.yaml"], "error: --accelerate-config=no.yaml: no such file"),
+        (["algorithm.nam=cocod"], "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?"),
+        (["algorithm.name=ssgd", "algorithm.period=auto"], "error: algorithm.period=auto: is for local and cocod, not ssgd"),
+        (["algorithm.name=asynlocal", "algorithm.period=auto"], "is for local and cocod, not asynlocal"),
+        (["algorithm.period=often"], "error: algorithm.period=often: must be a number of steps"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan(*arguments) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_what_cannot_be_simulated_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_cluster(even_cluster(1.0), tmp_path / "two.yaml")
+    assert plan(*TASK, "cluster.workers_per_replica=2", "--cluster", str(tmp_path / "two.yaml")) == 2
+    assert "cluster.workers_per_replica=2: is not simulated" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- period: auto
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_a_round_under_way_keeps_its_period() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, CoCoDSGD(period=3))
+    ends = []
+    for number in range(1, 17):
+        step(model, optimizer)
+        if number == 4:  # in the second round, which began after step 3
+            sync.set_period([(0, 3), (4, 5)])
+        if sync.is_round_start:
+            ends.append(number)
+    assert ends == [3, 6, 11, 16]
+    with pytest.raises(ValueError, match="at least 1"):
+        sync.set_period(0)
+    sync.detach()
+
+
+def trajectory(rank: int, timed: bool, payload: str) -> list[float]:
+    model = DistributedDataParallel(loops.make_model(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    values = []
+    with attach(model, optimizer, CoCoDSGD(period=2, payload=payload)) as sync:
+        for number in range(9):
+            optimizer.zero_grad()
+            loops.loss_of(model, *loops.make_batch(rank, number, dtype=torch.float32)).backward()
+            optimizer.step()
+            if timed and number in (0, 3, 4):
+                before = sync.stats()
+                assert sync.time_transfer() > 0
+                assert sync.stats().bytes == before.bytes
+            values.append(float(sum(p.double().sum() for p in model.parameters())))
+    return values
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_timing_a_transfer_changes_no_model(payload: str) -> None:
+    assert run_workers(2, trajectory, True, payload) == run_workers(2, trajectory, False, payload)
+
+
+#: An average takes 310 ms on this link.
+AUTO = [
+    *TINY,
+    "algorithm.period=auto",
+    "task.args={num_train: 160}",  # 10 steps an epoch
+    "schedule.epochs=3",
+    "emulate.link.latency_ms=155",
+    "logging.trackers=[]",
+    "logging.every_steps=1",
+]
+
+
+def auto_worker(rank: int, arguments: list[str], stop_at: int | None = None) -> tuple[int, list[list[int]], int]:
+    """Train as launched, with steps that seem to take 100 ms in the first epoch and 65 ms from then on."""
+    trainers: list[Trainer] = []
+
+    def known_seconds(epoch: int) -> float:
+        return (0.1 if epoch == 0 else 0.065) * (1 if rank == 1 else 0.5)  # worker 0 is faster, and decides nothing
+
+    def end(self: Pace, blocked: float) -> None:
+        self.seconds.append(known_seconds(trainers[0].at.epoch))
+
+    run = Trainer.run
+
+    def noted_run(self: Trainer) -> Any:
+        trainers.append(self)
+        return run(self)
+
+    set_rate = Trainer._set_learning_rate
+
+    def stopping_rate(self: Trainer, epoch: float) -> None:
+        if self.step == stop_at and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        set_rate(self, epoch)
+
+    def found(*_: Any, **__: Any) -> Measured:
+        return Measured((2.0, 1.0), (0.05, 0.1), (10, 10), (0.0, 0.0))
+
+    Pace.end = end  # type: ignore[method-assign]
+    Trainer.run = noted_run  # type: ignore[method-assign]
+    Trainer._set_learning_rate = stopping_rate  # type: ignore[method-assign]
+    vars(trainer_module)["measure_speeds"] = found
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    code = train.main(arguments)
+    [trainer] = trainers
+    assert trainer.at.periods is not None
+    return code, trainer.at.periods, trainer.sync.stats().rounds
+
+
+def rounds_of(schedule: list[list[int]], steps: int) -> int:
+    clock = RoundClock(Period.parse([(first, k) for first, k in schedule]))
+    return sum(clock.tick() for _ in range(steps))
+
+
+def test_auto_finds_the_period_of_a_known_link_and_all_workers_agree(tmp_path: Path) -> None:
+    arguments = [*AUTO, f"output={tmp_path}", "name=auto"]
+    results = run_workers(2, auto_worker, arguments)
+    assert results[0] == results[1]
+    code, schedule, rounds = results[0]
+    assert code == 0
+    (first, k), (later, longer) = schedule
+    assert (first, k) == (0, 4)  # 310 ms and a tenth more, in steps of 100 ms
+    assert later == 20  # known after the second epoch, in which steps took 65 ms
+    assert longer == 6
+    assert rounds == rounds_of(schedule, 30)
+    rows = rows_of(tmp_path / "auto", "period")
+    assert [(row["epoch"], row["step"], row["period"]) for row in rows] == [(0, 0, 4), (1, 10, 4), (2, 20, 6)]
+    assert all(row["comm_seconds"] >= 0.31 and row["emulated"] for row in rows)
+    assert [row["compute_seconds"] for row in rows] == pytest.approx([0.1, 0.1, 0.065])
+    assert [row["period"] for row in rows_of(tmp_path / "auto", "train")] == [4] * 20 + [6] * 10
+    assert load_config([str(tmp_path / "auto" / "config.yaml")]).algorithm.period == "auto"
+
+
+def test_a_resumed_run_goes_on_with_the_periods_that_were_decided(tmp_path: Path) -> None:
+    arguments = [*AUTO, "schedule.epochs=4", f"output={tmp_path}", "name=auto"]
+    stopped = run_workers(2, auto_worker, arguments, 21)  # all know of it when the next average has landed, after step 32
+    assert [code for code, _, _ in stopped] == [143, 143]
+    assert stopped[0][1] == [[0, 4], [20, 6]]
+    results = run_workers(2, auto_worker, arguments)
+    assert results[0] == results[1] == (0, [[0, 4], [20, 6]], rounds_of([[0, 4], [20, 6]], 40))
+    assert [row["step"] for row in rows_of(tmp_path / "auto", "period")] == [0, 10, 20, 30]  # nothing was decided anew
+
+
+def test_auto_decides_anew_for_other_workers(tmp_path: Path) -> None:
+    arguments = [*AUTO, f"output={tmp_path}", "name=auto"]
+    run_workers(2, auto_worker, arguments, 11)
+    [(code, schedule, _)] = run_workers(1, auto_worker, [*arguments, "cluster.num_workers=1"])
+    assert (code, schedule) == (0, [[0, 1]])  # nobody to send to
+
+
+def test_local_and_fragments_take_auto(tmp_path: Path) -> None:
+    short = ["schedule.epochs=1", "schedule.warmup_epochs=1", f"output={tmp_path}"]
+    [(code, schedule, _), _] = run_workers(2, auto_worker, [*AUTO, *short, "algorithm.name=local", "name=local"])
+    assert (code, schedule) == (0, [[0, 4]])
+    parts = ["algorithm.fragments=5", "name=parts", "model.name=small_resnet"]
+    [(code, schedule, _), _] = run_workers(2, auto_worker, [*AUTO, *short, *parts])
+    assert (code, schedule) == (0, [[0, 5]])
+
+
+def test_nothing_is_decided_from_no_steps() -> None:
+    model = torch.nn.Linear(2, 2)
+    sync = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), CoCoDSGD(period=3))
+    auto = AutoPeriod(sync, lambda values: [values, values], least=1)
+    assert auto.decide(math.nan) is None
+    assert auto.schedule == []
+    decision = auto.decide(0.1)
+    assert decision is not None
+    assert decision.period == auto.period == 1
+    sync.detach()
