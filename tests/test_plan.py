@@ -24,9 +24,11 @@ from cocod_accel.comm import Link
 from cocod_accel.config import load_config
 from cocod_accel.pace import Measured, Pace
 from cocod_accel.periods import choose_period
+from cocod_accel.plan.command import scaling_of
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.measure import fixed_seconds
-from cocod_accel.plan.recommend import advise, best_algorithm, worker_counts
+from cocod_accel.plan.recommend import Expected, advise, best_algorithm, worker_counts
+from cocod_accel.report.figures import draw_expected
 from cocod_accel.rounds import Period, RoundClock
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.theory import StepTimes
@@ -200,6 +202,13 @@ def test_the_counts_of_workers_that_are_looked_at() -> None:
 def slow_link(megabit: float) -> Cluster:
     network = Network(latency_us=0.0, bandwidth_gbit=megabit / 1e3)
     return Cluster(step_seconds=0.1, network=network, payload_bytes=1_000_000)
+
+
+def test_the_picture_shows_every_speedup() -> None:
+    rows = [Expected(n, 3, {name: share * n for name, share in (("ssgd", 0.3), ("cocod", 0.9))}, float(n)) for n in (1, 64)]
+    low, high = draw_expected(scaling_of(rows))["expected_speedup"].axes[0].get_ylim()
+    assert 0.15 < low < 0.3
+    assert 64 < high < 130
 
 
 def test_a_shorter_payload_only_where_theory_minds_the_period() -> None:

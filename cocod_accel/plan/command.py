@@ -22,7 +22,7 @@ def run(cluster: Cluster, arguments: Sequence[str], out: Path) -> Advice:
     advice = advise(cluster, arguments)
     print(report(cluster, advice, arguments))
     out.mkdir(parents=True, exist_ok=True)
-    paths = save_figures(draw_expected(_scaling(advice.expected)), out)
+    paths = save_figures(draw_expected(scaling_of(advice.expected)), out)
     print(f"\npicture: {', '.join(map(str, paths))}")
     return advice
 
@@ -76,7 +76,7 @@ def _expected_table(expected: Sequence[Expected]) -> str:
     return aligned(rows)
 
 
-def _scaling(expected: Sequence[Expected]) -> Scaling:
+def scaling_of(expected: Sequence[Expected]) -> Scaling:
     series: dict[str, list[tuple[int, float]]] = {name: [] for name in ALGORITHMS}
     for row in expected:
         for name, speedup in row.speedups.items():

@@ -61,6 +61,8 @@ def draw_expected(expected: Scaling) -> dict[str, Figure]:
         counts = axes.get_xticks()
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        values = [speedup for found in expected.series.values() for _, speedup in found]
+        axes.set_ylim(0.8 * min(values), 1.25 * max(*values, *counts))  # logarithms know no zero to begin at
         axes.set_xticks(counts)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
