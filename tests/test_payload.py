@@ -580,7 +580,8 @@ def test_an_emulated_link_is_stretched_to_the_bytes_that_are_sent() -> None:
     results = dict(zip(("fp32", "int8"), zip(*run_workers(2, all_on_slow_link), strict=True), strict=True))
     for codec, workers in results.items():
         for length, num_bytes, saves, _ in workers:
-            assert length >= num_bytes / 3 * 8 / 1e6, f"{codec}: three means were merged"
+            # The clock is a float, and may round.
+            assert length >= 0.999 * num_bytes / 3 * 8 / 1e6, f"{codec}: three means were merged"
             assert saves == workers[0][2], "a wish is known to all after the same step"
             assert sum(saves) == 1
     assert results["int8"][0][1] < 0.3 * results["fp32"][0][1]

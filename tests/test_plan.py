@@ -288,7 +288,7 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
     assert rows is not None
     assert len(rows) == 5
     for size, found in rows:  # an emulated link is never faster than it says
-        assert found >= Link(100).seconds(round(size), 2)
+        assert found >= 0.999 * Link(100).seconds(round(size), 2)
     assert 0 <= cluster.interference < 1
     assert "recommended" in done.stdout
     assert "cluster.proportional=true" in done.stdout
@@ -445,7 +445,7 @@ def test_auto_finds_the_period_of_a_known_link_and_all_workers_agree(tmp_path: P
     assert rounds == rounds_of(schedule, 30)
     rows = rows_of(tmp_path / "auto", "period")
     assert [(row["epoch"], row["step"], row["period"]) for row in rows] == [(0, 0, 4), (1, 10, 4), (2, 20, 6)]
-    assert all(row["comm_seconds"] >= 0.31 and row["emulated"] for row in rows)
+    assert all(row["comm_seconds"] >= 0.31 * 0.999 and row["emulated"] for row in rows)
     assert [row["compute_seconds"] for row in rows] == pytest.approx([0.1, 0.1, 0.065])
     assert [row["period"] for row in rows_of(tmp_path / "auto", "train")] == [4] * 20 + [6] * 10
     assert load_config([str(tmp_path / "auto" / "config.yaml")]).algorithm.period == "auto"
