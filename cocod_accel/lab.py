@@ -23,13 +23,13 @@ from typing import Any, Self
 
 from cocod_accel.comm import Link
 
-#: For how long a limited link may send at full speed, and for how long a packet may wait before it is dropped.
-_BURST_SECONDS, _QUEUE = 0.002, "200ms"
+#: For how long a limited link may send at full speed after a rest, and for how long a packet may wait before it is dropped.
+_BURST_SECONDS, _QUEUE = 0.0005, "200ms"
 #: Jumbo frames: network cards cut and join packets themselves, here the core that computes would. With 1,500 bytes a packet,
 #: a transfer at 60 Mbit/s slowed a step down by a third.
 _PACKET_BYTES = 9000
-#: A packet must fit into a burst.
-_LEAST_BURST_BYTES = 2 * _PACKET_BYTES
+#: A packet must fit into a burst, with its header. Not more: after a rest a transfer has its first burst for nothing.
+_LEAST_BURST_BYTES = _PACKET_BYTES + 600
 
 
 class LabError(RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from cocod_accel.bench import results
 from cocod_accel.bench.contenders import CONTENDERS, available
+from cocod_accel.bench.meeting import Meeting
 from cocod_accel.bench.prediction import LinkFacts, simulated_step
 from cocod_accel.bench.settings import BenchSettings, load_settings
 from cocod_accel.config import ConfigError
@@ -211,3 +213,25 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
         assert "emulated link" in done.stdout
     assert all(seconds is not None and seconds > 0 for seconds in learned.values())
     assert json.loads((tmp_path / "machine.json").read_text())["cores"] >= 1
+
+
+def meet(rank: int, path: str) -> list[float]:
+    meeting = Meeting(Path(path), rank, 2)
+    left = []
+    for turn in range(20):
+        if turn % 2 == rank:  # each is late half of the time
+            busy_until = time.perf_counter() + 0.002
+            while time.perf_counter() < busy_until:
+                pass
+        came = time.perf_counter()
+        meeting.wait()
+        left += [came, time.perf_counter()]
+    return left
+
+
+def test_nobody_leaves_a_meeting_before_everybody_has_come(tmp_path: Path) -> None:
+    Meeting.prepare(tmp_path / "meeting", 2)
+    first, second = run_workers(2, meet, str(tmp_path / "meeting"))
+    for turn in range(20):
+        came = max(first[2 * turn], second[2 * turn])
+        assert min(first[2 * turn + 1], second[2 * turn + 1]) >= came

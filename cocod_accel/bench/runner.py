@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from cocod_accel.bench.contenders import OURS, available
+from cocod_accel.bench.meeting import Meeting
 from cocod_accel.bench.settings import BenchSettings
 from cocod_accel.comm import Link
 from cocod_accel.config import load_config
@@ -93,7 +94,10 @@ class Bench:
 
     def _run(self, ratio: float, job: dict[str, Any]) -> None:
         """Keep the rows of a job, and answer what it asks."""
+        meeting = self._folder.resolve() / "meeting"
+        Meeting.prepare(meeting, self.settings.num_workers)
         given = {"config": self.settings.config, "period": self.settings.period, "has_lab": self._has_lab, **job}
+        given["meeting"] = str(meeting)
         processes = self._start(given)
         try:
             for row in _rows_of(processes, self._folder):
@@ -106,6 +110,7 @@ class Bench:
         finally:
             self.place.end()
             self.place.limit(Link())
+            meeting.unlink()
 
     def _make_link(self, ratio: float, asked: dict[str, Any]) -> dict[str, Any]:
         """For the step that a worker has just seen. In a ring a worker sends 2 (N - 1) / N payloads."""
