@@ -1,12 +1,12 @@
 """What a merge pulls towards: the mean, or a point that follows the means with a momentum of its own.
 
 The remedies for long rounds and for workers whose data differ. With mean_t the mean that was started at step t, z the
-anchor and v its velocity, both zero momentum's worth at the start::
+anchor, at first the common start, and v its velocity, at first 0::
 
     v <- beta v + (mean_t - z)            z <- z + v            (beta = 0: z = mean_t)
 
-Local-SGD then takes x <- z, which is SlowMo (Wang et al. 2020) and DiLoCo's outer momentum with an outer rate of 1; CoCoD-SGD
-takes x_{t+k} <- z + (1 - alpha) (x_{t+k} - x_t), where alpha pulls a worker back towards the anchor, as Overlap-Local-SGD
+Local-SGD then takes x <- z, which is SlowMo (Wang et al. 2020) and DiLoCo's outer momentum with an outer rate of 1;
+CoCoD-SGD takes x_{t+k} <- z + (1 - alpha) (x_{t+k} - x_t), where alpha pulls a worker back towards the anchor, as Overlap-Local-SGD
 (Wang et al. 2020) does. All workers compute z and v from the same sums, so they hold the same ones to the bit.
 """
 
@@ -74,7 +74,9 @@ class Anchor:
         if state["points"] is not None:
             sizes = [[t.numel() for t in tensors] for tensors in (state["points"], state["velocities"], like)]
             if sizes[0] != sizes[2] or sizes[1] != sizes[2]:
-                raise ValueError(f"the saved anchor has {sizes[0]} elements, this model {sizes[2]}; load a state of this model")
+                raise ValueError(
+                    f"the saved anchor has {sizes[0]} elements, this model {sizes[2]}; load a state of this model"
+                )
 
     def load(self, state: dict[str, Any] | None, like: Sequence[Tensor]) -> None:
         """None: of a run with other workers, so the next mean is the anchor, at rest."""

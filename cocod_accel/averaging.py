@@ -322,8 +322,8 @@ class Replica:
             if together:
                 beside.append(self.comm.launch(together))
             handle = coded.launch(snapshot.cores, self.comm, self.weights.factors, self.weights.total)
-        kind = {"is_coded": coded is not None, "is_exact": exact}
-        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot, beside=beside, **kind)
+        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot, beside=beside)
+        self._in_flight.is_coded, self._in_flight.is_exact = coded is not None, exact
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -81,7 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
     plan.set_defaults(run=_plan)
 
     reproduce = commands.add_parser("reproduce", help="the paper's tables and figures, and where they do not hold")
-    reproduce.add_argument("configs", nargs="*", metavar="key=value", help="overrides for every cell, e.g. task.data_dir=/data")
+    reproduce.add_argument(
+        "configs", nargs="*", metavar="key=value", help="overrides for every cell, e.g. task.data_dir=/data"
+    )
     reproduce.add_argument("--scale", default="small", metavar="SCALE", help="smoke, small (default) or full: 16 GPUs")
     reproduce.add_argument("--only", default="", metavar="A,B", help="parts: homogeneous, scaling, heterogeneous, skew, ...")
     reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/SCALE")
@@ -95,7 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
 
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "bench", "simulate", "plan", "reproduce") and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("train", "bench", "simulate", "plan", "reproduce") and not any(
+        argument.startswith("-") for argument in rest
+    ):
         options.configs += rest  # overrides after an option
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")

@@ -94,9 +94,7 @@ class WorkPlan:
     def num_samples(self) -> int:
         return sum(self.shards)
 
-    def sampler(
-        self, rank: int, *, seed: int | str = 0, across: bool = False, order: Tensor | None = None
-    ) -> ShardSampler:
+    def sampler(self, rank: int, *, seed: int | str = 0, across: bool = False, order: Tensor | None = None) -> ShardSampler:
         """The batches of worker ``rank``, for ``DataLoader(data, batch_sampler=...)``."""
         return ShardSampler(self, rank, seed=seed, across=across, order=order)
 

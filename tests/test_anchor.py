@@ -151,7 +151,9 @@ def stops_and_goes_on(rank: int, options: dict[str, float]) -> tuple[bool, Any]:
     return same, None
 
 
-@pytest.mark.parametrize("options", [{"pull_back": 0.5}, {"outer_momentum": 0.5}, {"pull_back": 0.25, "outer_momentum": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"pull_back": 0.5}, {"outer_momentum": 0.5}, {"pull_back": 0.25, "outer_momentum": 0.5}]
+)
 def test_a_state_goes_on_bit_for_bit_and_only_with_the_same_options(options: dict[str, float]) -> None:
     for same, refusal in run_workers(2, stops_and_goes_on, options):
         assert same

@@ -1,6 +1,6 @@
 """One cell of a grid, in a process of its own.
 
-    python -m cocod_accel.reproduce.cell '{"cell": {...}, "out": "...", "overrides": []}'
+python -m cocod_accel.reproduce.cell '{"cell": {...}, "out": "...", "overrides": []}'
 """
 
 from __future__ import annotations

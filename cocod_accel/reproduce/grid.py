@@ -1,8 +1,8 @@
 """The paper's experiments, and those that go beyond it, as cells: one run each, named by what sets it apart.
 
-Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6), ``skew``
-(label-skewed shards against the period), ``remedies`` (the worst of those, mended) and ``iterations`` (steps to a loss against
-the number of workers, Remarks 1 and 2).
+Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
+``skew`` (label-skewed shards against the period), ``remedies`` (the worst of those, mended) and ``iterations`` (steps to a
+loss against the number of workers, Remarks 1 and 2).
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ def _iterations(scale: Scale) -> Iterator[Cell]:
     """Short epochs of a tenth of the data, so that the step at which a loss is reached is known well; a constant rate."""
     size = [] if scale.name == "full" else [f"task.train_limit={2560 if scale.name == 'small' else 160}"]
     epochs = 30 if scale.name == "small" else 3
-    size += [] if scale.name == "full" else [f"schedule.epochs={epochs}", "schedule.warmup_epochs=0", "schedule.decay_epochs=[]"]
+    size += (
+        [] if scale.name == "full" else [f"schedule.epochs={epochs}", "schedule.warmup_epochs=0", "schedule.decay_epochs=[]"]
+    )
     for seed in scale.seeds:
         for variant in ("ssgd", "cocod"):
             for n in scale.workers:

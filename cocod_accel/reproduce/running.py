@@ -6,6 +6,7 @@ code: what a run's summary says and its evaluations. From them its run folder ca
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -13,14 +14,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from cocod_accel.config import ConfigError, save_config
+from cocod_accel.config import Config, ConfigError, flattened, save_config
 from cocod_accel.reproduce.grid import Cell
-from cocod_accel.simulator.simulate import configured
+from cocod_accel.simulator.simulate import configured, title
 
 Row = dict[str, Any]
 #: What of a summary and of an evaluation is kept.
@@ -29,6 +31,17 @@ _SUMMARY = (
     "comm_exposed_seconds", "comm_hidden_seconds", "samples_per_second",
 )  # fmt: skip
 _EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
+#: What changes nothing of what a run learns.
+_FREE_KEYS = (
+    "name",
+    "output",
+    "logging.",
+    "checkpoint.",
+    "task.data_dir",
+    "task.download",
+    "evaluation.targets",
+    "emulate.",
+)
 _POLL_SECONDS = 0.2
 
 
@@ -46,9 +59,16 @@ def read_rows(paths: Iterable[Path]) -> dict[str, Row]:
     return rows
 
 
+@cache
 def fingerprint(cell: Cell) -> str:
-    """What a row must have been made with to stand for a cell: its arguments, without where the files lie."""
-    return " ".join([*(Path(a).name if a.endswith(".yaml") else a for a in cell.arguments), cell.cluster])
+    """What a row must have been made with to stand for a cell: its configuration where that is not as usual, and its cluster.
+
+    A new key of the configuration, as long as it is not used, makes no old row invalid.
+    """
+    cluster = cell.on()
+    given, usual = (flattened(asdict(config)) for config in (configured(cluster, list(cell.arguments)), Config()))
+    tree = {key: value for key, value in given.items() if value != usual.get(key) and not key.startswith(_FREE_KEYS)}
+    return hashlib.blake2b(json.dumps([tree, title(cluster)], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def missing(cells: Sequence[Cell], rows: dict[str, Row]) -> list[Cell]:

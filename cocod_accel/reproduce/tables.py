@@ -133,7 +133,9 @@ def environment_table(grid: Grid, part: str) -> str:
         if interval is not None:
             lines.append(f"{MODELS[model]}: CoCoD-SGD minus S-SGD, paired by seed: {interval}")
         lines += time_claims(grid, part, model)
-    return "\n".join([aligned([header, *body]), *lines]) if any(grid.of(part, m, v) for m in MODELS for v in variants) else ""
+    return (
+        "\n".join([aligned([header, *body]), *lines]) if any(grid.of(part, m, v) for m in MODELS for v in variants) else ""
+    )
 
 
 def time_claims(grid: Grid, part: str, model: str) -> list[str]:
@@ -195,7 +197,8 @@ def common_loss(grid: Grid) -> float | None:
     rows = [grid.rows[c.name] for c in grid.cells if c.part == "iterations" and c.name in grid.rows]
     if not rows or any("failed" in row for row in rows):
         return None
-    return math.ceil(100 * max(min(e["train_loss"] for e in evaluations(row)) for row in rows)) / 100
+    lowest = [min(float(e["train_loss"]) for e in evaluations(row)) for row in rows]
+    return math.ceil(100 * max(lowest)) / 100
 
 
 def steps_to(row: Row, loss: float) -> int:

@@ -39,5 +39,5 @@ def known_facts(config: Config) -> TaskFacts:
         for size, limit in ((facts.num_train, task.train_limit), (facts.num_test, task.test_limit))
     ]
     shrink = 1 if task.name == "synthetic" else task.shrink
-    shape = (facts.input_shape[0], *(size // shrink for size in facts.input_shape[1:]))
-    return TaskFacts(sizes[0], sizes[1], shape, facts.num_classes)
+    smaller = (facts.input_shape[0], *(size // shrink for size in facts.input_shape[1:]))
+    return TaskFacts(sizes[0], sizes[1], smaller, facts.num_classes)
