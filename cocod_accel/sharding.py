@@ -300,10 +300,10 @@ class ShardSampler(Sampler[list[int]]):
 
 @lru_cache(maxsize=4)
 def skewed_order(labels: Tensor, shards: tuple[int, ...], alpha: float, seed: int | str) -> Tensor:
-    """All samples in an order whose consecutive ``shards`` have label-skewed shares: p_i ~ Dirichlet(alpha), worker by worker.
+    """All samples in an order whose consecutive ``shards`` are label-skewed: p_i ~ Dirichlet(alpha), worker by worker.
 
-    Places are dealt in random order; each draws a class from its worker's p_i among the classes that are left, then a sample of
-    it. So sizes are exactly those of ``shards``, every sample is used once, and no worker is left with the scraps.
+    Places are dealt in random order; each draws a class from its worker's p_i among the classes that are left, then a
+    sample of it. So sizes are exactly those of ``shards``, every sample is used once, and no worker is left with the scraps.
     """
     import numpy as np  # which the library does without, elsewhere
 

@@ -1,4 +1,4 @@
-"""Merges that pull back towards the mean, or follow it with momentum: pure functions, and whole runs against the reference."""
+"""Merges that pull back towards the mean, or follow it with momentum: pure functions, and runs against the reference."""
 
 from __future__ import annotations
 

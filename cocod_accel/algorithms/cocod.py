@@ -24,7 +24,8 @@ class CoCoDSGD(Algorithm):
     in every round, so that a link carries a P-th of the model P times a round.
 
     Where workers' data differ, or rounds are long (:mod:`cocod_accel.anchor`), ``pull_back=alpha`` and
-    ``outer_momentum=beta`` make the merge x_{t+k}^i <- z_t + (1 - alpha) (x_{t+k}^i - x_t^i), with z_t following the means with momentum beta.
+    ``outer_momentum=beta`` make the merge x_{t+k}^i <- z_t + (1 - alpha) (x_{t+k}^i - x_t^i), with z_t following the means
+    with momentum beta.
     """
 
     name: ClassVar[str] = "cocod"

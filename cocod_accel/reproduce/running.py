@@ -61,7 +61,7 @@ def read_rows(paths: Iterable[Path]) -> dict[str, Row]:
 
 @cache
 def fingerprint(cell: Cell) -> str:
-    """What a row must have been made with to stand for a cell: its configuration where that is not as usual, and its cluster.
+    """What the row of a cell must have been made with: its configuration where that is not as usual, and its cluster.
 
     A new key of the configuration, as long as it is not used, makes no old row invalid.
     """

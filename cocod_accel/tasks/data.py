@@ -143,7 +143,7 @@ def _image_task(
 
 
 def shrunk(images: Tensor, factor: int) -> Tensor:
-    """Bytes, ``factor`` times smaller in both directions: the mean of each square of pixels; a rest at the border is cut off."""
+    """Bytes, ``factor`` times smaller in both directions: the mean of each square of pixels; a rest is cut off."""
     if factor == 1:
         return images
     if min(images.shape[-2:]) < factor:
