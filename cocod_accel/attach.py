@@ -395,7 +395,7 @@ class Sync:
         self._check_usable("time_transfer()")
         self._counter.settle()
         self._method.state()
-        return self._replica.time_transfer()
+        return self._replica.time_transfer(with_buffers=self._method.sends_buffers)
 
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``; every worker calls this at the same point."""

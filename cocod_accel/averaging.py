@@ -476,14 +476,19 @@ class Replica:
             for flat in flats:
                 mean_(flat, self.weights.total)
 
-    def time_transfer(self) -> float:
+    def time_transfer(self, *, with_buffers: bool = False) -> float:
         """Seconds that nothing of the size of a round's payload takes to be summed, from here on."""
         if self.comm.size == 1 or not self.parameters:
             return 0.0
-        payload = [torch.zeros_like(buffer) for buffer in FlatCopy(self.parameters).buffers]
+        extras = self._floating_buffers() if with_buffers else []
+        if with_buffers and self.optimizer_tensors is not None:
+            extras += self.optimizer_tensors()
+        flat = FlatCopy(self.parameters, extras)
+        payload = [torch.zeros_like(buffer) for buffer in flat.buffers]
         if self.coded is not None:  # a coded exchange sends as much as a ring that sums its bytes
-            sizes = [coded_bytes(self.coded.name, full.numel(), self.comm.size) for full in payload]
-            payload = [f.new_zeros(math.ceil(n / f.element_size())) for f, n in zip(payload, sizes, strict=True)]
+            sizes = [coded_bytes(self.coded.name, core.numel(), self.comm.size) for core in flat.cores]
+            payload = [c.new_zeros(math.ceil(n / c.element_size())) for c, n in zip(flat.cores, sizes, strict=True)]
+            payload += [torch.zeros_like(tail) for tail in flat.tails]
         wait_for_device()
         begin = time.perf_counter()
         self.comm.launch(payload).wait()

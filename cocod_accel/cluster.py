@@ -203,6 +203,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 def validate(cluster: Cluster) -> None:
     """Refuse what is no cluster, with one line."""
     network, stragglers = cluster.network, cluster.stragglers
+    require("/" not in cluster.name, "name", cluster.name, "must not contain a slash: run folders are named after it")
     require(bool(cluster.workers), "workers", cluster.workers, "names no worker; give groups such as [{count: 2}]")
     for key, count in (
         *((f"workers[{i}].count", group.count) for i, group in enumerate(cluster.workers)),
@@ -222,7 +223,7 @@ def validate(cluster: Cluster) -> None:
         ("network.bandwidth_gbit", network.bandwidth_gbit),
         *((key, wire.bandwidth_gbit) for key, wire in _inner_wires(network, "bandwidth_gbit")),
     ):
-        require(math.isfinite(value) and value > 0, key, value, "must be positive")
+        require(math.isfinite(value) and value > 0, key, value, "must be positive and finite")
     try:
         check_speeds(cluster.speeds())
     except ValueError as error:
@@ -242,6 +243,8 @@ def validate(cluster: Cluster) -> None:
     overlap = cluster.gradient_overlap
     require(0 <= overlap <= 1, "gradient_overlap", overlap, "must be in [0, 1]: a share of the all-reduce")
     _validate_table(network)
+    nobody = network.allreduce is not None and network.allreduce_workers is None and cluster.num_workers == 1
+    require(not nobody, "network.allreduce_workers", None, "must say how many workers the table is of: here is only one")
 
 
 def _inner_wires(network: Network, key: str) -> list[tuple[str, Wire]]:

@@ -269,6 +269,13 @@ class Config:
 
 def load_config(arguments: list[str]) -> Config:
     """Merge the YAML files and the ``key=value`` overrides among ``arguments``, in that order, and validate."""
+    config = merged_config(arguments)
+    validate(config)
+    return config
+
+
+def merged_config(arguments: list[str]) -> Config:
+    """The same without validating the whole: single keys are known and have their types, and that is all."""
     tree = OmegaConf.structured(Config)
     files = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
@@ -284,7 +291,6 @@ def load_config(arguments: list[str]) -> Config:
     config = resolved(tree)
     assert isinstance(config, Config)
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
-    validate(config)
     return config
 
 

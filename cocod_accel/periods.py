@@ -16,7 +16,7 @@ def choose_period(times: StepTimes, *, margin: float = MARGIN, least: int = 1) -
     """The smallest k >= ``least`` with (1 + margin) (1 - a) T_comm <= k T_comp: CoCoD-SGD then waits for no average.
 
     While an average travels a worker computes at the rate 1 - a, so a round of k steps lasts k T_comp + a T_comm. A longer
-    period gains little more time, and lets models drift apart.
+    period waits no less; it only spreads a T_comm over more steps, and lets models drift apart.
     """
     if not 0 <= margin <= 10:
         raise ValueError(f"margin={margin} must be a share from 0 to 10; use {MARGIN} for {MARGIN:.0%}")

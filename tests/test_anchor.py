@@ -224,8 +224,8 @@ def test_shares_must_be_shares(value: Any) -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    for given in ({"payload": "int8"}, {"fragments": 2}):
+    for more in ({"payload": "int8"}, {"fragments": 2}):
         for name in ("pull_back", "outer_momentum"):
-            with pytest.raises(ValueError, match=rf"{name}=0.5 goes with {next(iter(given))}=.* only"):
-                CoCoDSGD(2, **{name: 0.5}, **given)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=rf"{name}=0.5 goes with {next(iter(more))}=.* only"):
+                CoCoDSGD(2, **{name: 0.5}, **more)  # type: ignore[arg-type]
     assert repr(CoCoDSGD(2, pull_back=0.5)) == "CoCoDSGD(period=2, pull_back=0.5)"

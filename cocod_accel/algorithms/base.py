@@ -53,6 +53,8 @@ class Algorithm:
     needs_equal_weights: ClassVar[bool] = False
     #: Why the optimizer may not be stepped by a GradScaler, in words; empty: it may.
     refuses_scaler: ClassVar[str] = ""
+    #: True: floating buffers, and optimizer state that is averaged, travel with the models of a round.
+    sends_buffers: ClassVar[bool] = False
     #: What may become of momentum and other optimizer state when a model is merged.
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset")
     #: How models may travel in rounds.

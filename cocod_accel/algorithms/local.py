@@ -17,6 +17,7 @@ class LocalSGD(Algorithm):
     """
 
     name: ClassVar[str] = "local"
+    sends_buffers: ClassVar[bool] = True
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset", "average")
 
     def launch(self) -> None:

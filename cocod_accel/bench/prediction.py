@@ -6,6 +6,7 @@ alone, and what a transfer takes of a worker's computing; nothing of what any al
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from cocod_accel.simulator.timeline import Course, Timeline
 from cocod_accel.simulator.times import step_times
 from cocod_accel.tables import aligned
 
-#: Enough for jitter to average out; a multiple of every usual period.
+#: Enough for jitter to average out, at least.
 _STEPS = 2400
 
 
@@ -38,6 +39,7 @@ class LinkFacts:
 def simulated_step(name: str, period: int, facts: LinkFacts, block: int) -> float:
     """A step over that of the limit, whose blocks of so many steps end with the slower worker."""
     group = WorkerGroup(count=facts.num_workers, jitter=facts.jitter)
+    steps = block * math.ceil(_STEPS / block)  # blocks are whole rounds
     times = step_times(Cluster(step_seconds=1.0, batch_size=1, workers=[group]), [1] * facts.num_workers, seed=0)
     parcel = Parcel(facts.ratio, 0)
     course = Course(
@@ -47,13 +49,13 @@ def simulated_step(name: str, period: int, facts: LinkFacts, block: int) -> floa
         times=times,
         interference=facts.interference,
     )
-    timeline = Timeline(course, _STEPS).run()
+    timeline = Timeline(course, steps).run()
     again = step_times(Cluster(step_seconds=1.0, batch_size=1, workers=[group]), [1] * facts.num_workers, seed=0)
-    alone = np.array([next(again) for _ in range(_STEPS)]).reshape(-1, block, facts.num_workers)
+    alone = np.array([next(again) for _ in range(steps)]).reshape(-1, block, facts.num_workers)
     limit = float(alone.sum(axis=1).max(axis=1).mean()) / block
     # The first round sends nothing, and is left out.
     first = timeline.train_seconds_after(period)
-    return (timeline.train_seconds_after(_STEPS) - first) / (_STEPS - period) / limit
+    return (timeline.train_seconds_after(steps) - first) / (steps - period) / limit
 
 
 def prediction_table(measured: dict[str, dict[float, float]], facts: dict[float, LinkFacts], period: int, block: int) -> str:

@@ -72,7 +72,7 @@ def _expected_table(expected: Sequence[Expected]) -> str:
     for row in expected:
         speedups = [row.speedups[name] for name in ALGORITHMS]
         cells = ["-" if speedup is None else f"{speedup:.2f}" for speedup in speedups]
-        rows.append([str(row.num_workers), str(row.period), *cells, f"{row.linear:.2f}"])
+        rows.append([str(row.num_workers), "-" if row.period is None else str(row.period), *cells, f"{row.linear:.2f}"])
     return aligned(rows)
 
 

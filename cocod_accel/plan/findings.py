@@ -36,13 +36,15 @@ def as_cluster(found: Findings, name: str) -> Cluster:
     seconds = [statistics.fmean(found.step_seconds[rank] for rank in group) for group in groups]
     slowest = max(range(len(groups)), key=lambda index: seconds[index])
     num_workers = len(found.devices)
-    network = Network()
-    if found.transfers:
+    network, what = Network(), found.what
+    if not found.transfers:
+        what += "; one worker, so the network was not measured, and what stands here of it is made up"
+    else:
         latency, bandwidth = fit_ring(found.transfers, num_workers)
         network = Network(latency_us=latency, bandwidth_gbit=bandwidth, allreduce=_rising(found.transfers))
     cluster = Cluster(
         name=name,
-        description=f"measured by cocod plan: {found.what}",
+        description=f"measured by cocod plan: {what}",
         step_seconds=seconds[slowest],
         batch_size=found.batch,
         fixed_seconds=statistics.fmean(found.fixed_seconds[rank] for rank in groups[slowest]),

@@ -6,12 +6,13 @@ warns where a period is longer than its bound; it never shortens one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.cluster import Cluster
-from cocod_accel.config import Config, ConfigError, load_config
+from cocod_accel.config import Config, ConfigError, load_config, merged_config
 from cocod_accel.periods import MARGIN, choose_period
 from cocod_accel.plan.findings import ALIKE
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
@@ -21,8 +22,8 @@ from cocod_accel.work import Work
 
 #: What others must gain over S-SGD, and over CoCoD-SGD, to be recommended instead.
 _WORTH_IT, _AS_GOOD = 0.05, 0.02
-#: Steps of a simulation; enough that its beginning and end do not matter.
-_STEPS = 300
+#: Steps of a simulation at least, and rounds.
+_STEPS, _ROUNDS = 300, 4
 #: In this order a shorter payload is tried.
 _PAYLOADS = ("fp32", "bf16", "int8")
 #: What a simulation cannot or must not have of a real run.
@@ -40,8 +41,8 @@ class Expected:
     """Simulated speedups over one worker alone, by algorithm, on some number of workers."""
 
     num_workers: int
-    #: Of the algorithms that have one.
-    period: int
+    #: Of the algorithms that have one; None: the configuration cannot be trained on so many workers.
+    period: int | None
     #: None: the configuration cannot be trained so.
     speedups: dict[str, float | None]
     #: What no communication and no waiting would give.
@@ -85,6 +86,8 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     times = expected_times(cluster, planner.config(cluster, "cocod", period=period, payload=payload))
     rate = config.optimizer.learning_rate
     factor = work.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
+    if cluster.num_workers == 1:
+        warnings = [*warnings, "one worker has no network: what more would gain rests on the one that the file gives"]
     advice = Advice(
         algorithm=algorithm,
         period=period,
@@ -95,7 +98,7 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
         times=times,
         warnings=warnings,
         expected=expected,
-        overrides=_overrides(config, cluster, kind.reduces_gradients),
+        overrides=planner.overrides(cluster, config),
     )
     advice.reasons.append(("algorithm", algorithm, why))
     if not kind.reduces_gradients:
@@ -143,10 +146,24 @@ class _Planner:
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
-        # With any number of fragments and any period of the user's.
+        #: As the user wrote it; it need not fit the cluster, nor any algorithm.
+        self._given = merged_config([*arguments, *_REAL_ONLY])
+        options = self._given.algorithm
+        # With any number of fragments and any period of the user's, and whatever is of another algorithm.
         own = ["algorithm.name=cocod", "algorithm.period=1000000", "cluster.proportional=false"]
+        own += ["algorithm.optimizer_state=keep", "algorithm.payload=fp32", f"cluster.num_workers={len(self._speeds) or 2}"]
+        load_config([*arguments, *_REAL_ONLY, *own])
         #: A round is at least as many steps as a model is sent in parts.
-        self._fragments = load_config([*arguments, *_REAL_ONLY, *own]).algorithm.fragments
+        self._fragments = options.fragments
+        #: Why a model may travel in full only, in words; empty: it may be shortened.
+        self._full = "algorithm.fragments needs fp32" if options.fragments > 1 else ""
+        if options.pull_back or options.outer_momentum:
+            self._full = "algorithm.pull_back and outer_momentum need fp32"
+
+    @property
+    def _speeds(self) -> list[float]:
+        speeds = self._given.cluster.speeds
+        return list(speeds) if isinstance(speeds, list) else []
 
     def config(
         self, cluster: Cluster, algorithm: str, *, period: int = 1, payload: str = "fp32", steps: int | None = None
@@ -155,11 +172,13 @@ class _Planner:
         uneven = is_uneven(cluster) and kind.same_period
         own = [f"cluster.proportional={str(uneven).lower()}"]
         if kind.reduces_gradients:
-            own += ["algorithm.period=1", "algorithm.payload=fp32", "algorithm.optimizer_state=keep"]
+            own += ["algorithm.period=1", "algorithm.payload=fp32", "algorithm.outer_momentum=0"]
         else:
             own += [f"algorithm.period={period}", f"algorithm.payload={payload}"]
+        if self._given.algorithm.optimizer_state not in kind.optimizer_policies:
+            own.append("algorithm.optimizer_state=keep")
         if algorithm != "cocod":
-            own.append("algorithm.fragments=1")
+            own += ["algorithm.fragments=1", "algorithm.pull_back=0"]
         return configured(cluster, [*self._arguments, *_REAL_ONLY, *own], algorithm, steps)
 
     def payload(self, cluster: Cluster) -> tuple[str, int, list[tuple[str, str, str]], list[str]]:
@@ -167,19 +186,21 @@ class _Planner:
         config = self.config(cluster, "cocod", period=self._fragments)
         num_steps = sum(Work.of(config, task_facts(config).num_train, 0).steps)
         num_workers = cluster.num_workers
-        bound = max(1.0, paper_period_bound(num_steps, num_workers))
-        named = f"theory's {bound:.1f} for {num_steps} steps of {num_workers} workers"
+        bound = paper_period_bound(num_steps, num_workers)
+        named = f"theory's {bound:.2g} for {num_steps} steps of {num_workers} workers"
         tried: list[tuple[str, int]] = []
-        for name in _PAYLOADS if self._fragments == 1 else _PAYLOADS[:1]:
+        for name in _PAYLOADS[:1] if self._full else _PAYLOADS:
             period = self.period(cluster, name)
             if not tried or period < min(k for _, k in tried):
                 tried.append((name, period))
-            if period <= bound:
+            if period <= max(1.0, bound):
                 break
         payload, period = tried[-1]
         before = ", ".join(f"{name} would need {k}" for name, k in tried[:-1])
         if not before:
-            why = f"its period is within {named}" if period <= bound else "a shorter payload makes no shorter period"
+            why = (
+                f"its period is within {named}" if period <= bound else self._full or "a shorter one makes no shorter period"
+            )
         else:
             why = f"{before}, above {named}"
         warnings = []
@@ -197,16 +218,48 @@ class _Planner:
         return choose_period(expected_times(cluster, config), least=self._fragments)
 
     def expected(self, cluster: Cluster, payload: str) -> Expected:
-        period = self.period(cluster, payload)
-        speedups: dict[str, float | None] = {}
+        speedups: dict[str, float | None] = dict.fromkeys(ALGORITHMS)
+        linear = sum(cluster.speeds())
+        try:
+            period = self.period(cluster, payload)
+        except ConfigError:  # too few samples for so many workers
+            return Expected(cluster.num_workers, None, speedups, linear)
         for name in ALGORITHMS:
             try:
                 config = self.config(cluster, name, period=period, payload=payload, steps=_STEPS)
+                own = Work.of(config, task_facts(config).num_train, 0).algorithm.period.at(0)
+                steps = own * max(_ROUNDS, math.ceil(_STEPS / own))
+                config = self.config(cluster, name, period=period, payload=payload, steps=steps)
             except ConfigError:
-                speedups[name] = None
-            else:
-                speedups[name] = simulate(cluster, config, steps=_STEPS).speedup
-        return Expected(cluster.num_workers, period, speedups, sum(cluster.speeds()))
+                continue
+            speedups[name] = simulate(cluster, config, steps=steps).steady_speedup()
+        return Expected(cluster.num_workers, period, speedups, linear)
+
+    def overrides(self, cluster: Cluster, planned: Config) -> list[str]:
+        """What makes the user's own arguments the configuration that was planned; the command is known to load."""
+        options, given = planned.algorithm, self._given
+        own = [f"algorithm.name={options.name}"]
+        reduces = ALGORITHMS[options.name].reduces_gradients
+        own.append(f"algorithm.period={1 if reduces else planned.period_by_epoch[-1][1]}")
+        if not reduces or given.algorithm.payload != options.payload:
+            own.append(f"algorithm.payload={options.payload}")
+        for key in ("optimizer_state", "fragments", "pull_back", "outer_momentum"):
+            if getattr(given.algorithm, key) != getattr(options, key):
+                own.append(f"algorithm.{key}={getattr(options, key)}")
+        own.append(f"cluster.num_workers={cluster.num_workers}")
+        by_speed = planned.cluster.proportional or not ALGORITHMS[options.name].same_period
+        if by_speed:
+            own.append(f"cluster.speeds=[{','.join(_number(speed) for speed in cluster.speeds())}]")
+        elif given.cluster.speeds is not None:
+            own.append("cluster.speeds=null")
+        own.append(f"cluster.proportional={str(planned.cluster.proportional).lower()}")
+        real = merged_config(self._arguments)
+        if real.cluster.replan_epochs is not None and not planned.cluster.proportional:
+            own.append("cluster.replan_epochs=null")
+        if real.emulate.slowdown is not None and len(real.emulate.slowdown) != cluster.num_workers:
+            own.append("emulate.slowdown=null")
+        load_config([*self._arguments, *own])
+        return own
 
 
 def is_uneven(cluster: Cluster) -> bool:
@@ -219,7 +272,9 @@ def _why_period(times: StepTimes, period: int, algorithm: str) -> str:
     facts = f"a step takes {1e3 * times.compute_seconds:.1f} ms, an average {1e3 * times.comm_seconds:.1f} ms"
     under = f" while computing goes on at {1 - times.interference:.0%}" if times.interference else ""
     does = "hides it" if algorithm != "local" else "would hide it"
-    return f"{facts}{under}: the smallest that {does}, with {MARGIN:.0%} to spare"
+    lost = times.interference * times.comm_seconds / (period * times.compute_seconds)
+    rest = f"; steps are {lost:.0%} longer for it, less with a longer period" if lost >= 0.005 else ""
+    return f"{facts}{under}: the smallest that {does}, with {MARGIN:.0%} to spare{rest}"
 
 
 def _why_batches(cluster: Cluster, config: Config) -> str:
@@ -241,14 +296,7 @@ def _runs(batches: Sequence[int]) -> str:
     return ", ".join(f"{count} x {batch}" for count, batch in runs)
 
 
-def _overrides(config: Config, cluster: Cluster, reduces_gradients: bool) -> list[str]:
-    own = [f"algorithm.name={config.algorithm.name}"]
-    if reduces_gradients:
-        own.append("algorithm.period=1")
-    else:
-        own += [f"algorithm.period={config.period_by_epoch[-1][1]}", f"algorithm.payload={config.algorithm.payload}"]
-    own.append(f"cluster.num_workers={cluster.num_workers}")
-    if config.cluster.proportional or not ALGORITHMS[config.algorithm.name].same_period:
-        own.append(f"cluster.speeds=[{','.join(f'{speed:g}' for speed in cluster.speeds())}]")
-    own.append(f"cluster.proportional={str(config.cluster.proportional).lower()}")
-    return own
+def _number(value: float) -> str:
+    """As short as it can be, and exactly this number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

@@ -288,3 +288,5 @@ def _check(config: Config) -> None:
     ):
         if refused:
             raise ConfigError(f"cluster.{key}={value}: {fix}")
+    if config.has_auto_period:
+        raise ConfigError(f"algorithm.period={config.algorithm.period}: follows measured times; give a number of steps")

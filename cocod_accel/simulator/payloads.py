@@ -59,10 +59,11 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
         flat = [p.detach() for p in parameters] if algorithm.name == "ssgd" else FlatCopy(parameters).buffers
         gradients, parts = parcel(flat), []
     else:
-        with_buffers = algorithm.name != "cocod"
         cut = [parameters[these] for these in balanced_cuts(sizes, algorithm.fragments)]
         gradients = Parcel(0.0, 0)
-        parts = [parcel(*_collectives(p, extras if with_buffers else [], algorithm, cluster.num_workers)) for p in cut]
+        parts = [
+            parcel(*_collectives(p, extras if algorithm.sends_buffers else [], algorithm, cluster.num_workers)) for p in cut
+        ]
     return Parcels(gradients, tuple(parts), parcel(FlatCopy(parameters, extras).buffers))
 
 

@@ -48,6 +48,14 @@ class Simulated:
         batch = self.config.batch_size
         return self.samples_per_second * self.cluster.seconds_alone(batch) / batch
 
+    def steady_speedup(self) -> float:
+        """The same without the first round, in which nothing travels, and without the exact mean at the end."""
+        timeline, batch = self.timeline, self.config.batch_size
+        first = self.work.algorithm.period.at(0)
+        share = 1 - first / timeline.num_steps
+        seconds = timeline.train_seconds_after(timeline.num_steps) - timeline.train_seconds_after(first)
+        return self.num_samples * share / seconds * self.cluster.seconds_alone(batch) / batch
+
     @property
     def exposed_share(self) -> float:
         """Of the training time, spent blocked by communication or by slower workers; of the worker for whom it is most."""
