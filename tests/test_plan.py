@@ -621,7 +621,8 @@ def transfer_sizes(rank: int) -> list[int]:
         sync = attach(model, optimizer, algorithm)
         model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
-        comm, sizes = sync._replica.comm, []
+        comm = sync._replica.comm
+        sizes: list[int] = []
         launch = comm.launch
 
         def noted(tensors: Any, launch: Any = launch, sizes: list[int] = sizes) -> Any:
