@@ -49,6 +49,14 @@ API = {
     "Batches by speed": ("measure_speeds", "Measured", "plan_workers", "WorkPlan", "ShardSampler", "pass_through"),
     "Checkpoints": ("Checkpoints", "Resumed", "CheckpointError"),
 }
+#: What a loop calls of a class whose other methods are there for the trainer.
+CALLS = {
+    "Sync": (
+        *("averaged", "finish", "reweight", "stats", "state_dict", "load_state_dict", "detach"),
+        *("rank", "num_workers", "weight", "attempts", "is_round_start"),
+    ),
+    "Checkpoints": ("save", "resume", "all"),
+}
 
 
 # ---------------------------------------------------------------------------------------------- reading source
@@ -128,7 +136,9 @@ def settings_of(module: Module, root: str, section: str = "") -> Iterator[tuple[
 def _kind_in_words(kind: str, inside: str | None) -> str:
     if inside is not None:
         kind = kind.replace(inside, "section")
-    return kind.replace("Any", "see the meaning").replace("None", "null").replace(" | ", " or ")
+    if kind == "Any":
+        return "see the meaning"
+    return kind.replace("dict[str, Any]", "dict").replace("None", "null").replace(" | ", " or ")
 
 
 def _default(value: ast.expr | None) -> str:
@@ -145,7 +155,9 @@ def _default(value: ast.expr | None) -> str:
         return "all of them" if "EVERYBODY" in ast.unparse(value) else "see the section"  # type: ignore[arg-type]
     if isinstance(plain, list):
         return f"[{', '.join(str(entry) for entry in plain)}]"
-    return {None: "null", True: "true", False: "false", "": '""'}.get(plain, str(plain))
+    if plain is None or isinstance(plain, bool):
+        return {None: "null", True: "true", False: "false"}[plain]
+    return str(plain) or '""'
 
 
 def config_reference() -> str:
@@ -218,10 +230,9 @@ def _described(module: Module, name: str, place: str) -> str:
     if isinstance(node, ast.FunctionDef):
         parts += [_code(_signature(node, f"{place}.{name}")), _prose(node)]
     elif isinstance(node, ast.ClassDef):
-        made = next((entry for entry in node.body if getattr(entry, "name", "") == "__init__"), None)
+        made = None if name == "Sync" else _constructor(node)
         is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-        is_made_by_users = isinstance(made, ast.FunctionDef) and name != "Sync"
-        parts.append(_code(_signature(made, f"{place}.{name}") if is_made_by_users else f"class {place}.{name}"))  # type: ignore[arg-type]
+        parts.append(_code(f"class {place}.{name}" if made is None else _signature(made, f"{place}.{name}")))
         parts.append(_prose(node))
         if is_dataclass:
             parts += ["| field | type | meaning |\n| --- | --- | --- |"]
@@ -230,14 +241,27 @@ def _described(module: Module, name: str, place: str) -> str:
                 for field in fields_of(node)
             ]
             parts.append("")
-        parts += [_method(entry, name) for entry in node.body if isinstance(entry, ast.FunctionDef) and _is_public(entry)]
+        parts += [_method(entry, name) for entry in node.body if isinstance(entry, ast.FunctionDef) and _is_shown(entry, node)]
     else:
         parts += [_code(ast.unparse(node)), "The algorithms by name.\n"]
     return "\n".join(parts)
 
 
-def _is_public(node: ast.FunctionDef) -> bool:
-    return not node.name.startswith("_") and ast.get_docstring(node) is not None
+def _constructor(node: ast.ClassDef) -> ast.FunctionDef | None:
+    """Its own, or that of the public class it is made from."""
+    for entry in node.body:
+        if isinstance(entry, ast.FunctionDef) and entry.name == "__init__":
+            return entry
+    base = ast.unparse(node.bases[0]) if node.bases else ""
+    places = origins()
+    return _constructor(Module.read(places[base]).find(base)) if base in places else None
+
+
+def _is_shown(method: ast.FunctionDef, owner: ast.ClassDef) -> bool:
+    if owner.name in CALLS:
+        return method.name in CALLS[owner.name]
+    is_another = any(ast.unparse(base) in origins() for base in owner.bases)  # what it overrides is described there
+    return not is_another and not method.name.startswith("_") and ast.get_docstring(method) is not None
 
 
 def _method(node: ast.FunctionDef, owner: str) -> str:
@@ -310,7 +334,7 @@ def _text(text: str) -> str:
     """Prose of the source as Markdown: roles and double backticks are code, and nothing else is markup."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text.replace("``", "`"))
     pieces = re.split(r"(`[^`]*`)", text)
-    escaped = [piece if index % 2 else re.sub(r"([*_|<\[\]])", r"\\\1", piece) for index, piece in enumerate(pieces)]
+    escaped = [piece if index % 2 else re.sub(r"([*_|\[\]])", r"\\\1", piece.replace("<", "&lt;")) for index, piece in enumerate(pieces)]
     return "".join(escaped).replace("\n", " ")
 
 
