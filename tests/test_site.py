@@ -1,4 +1,4 @@
-"""The documentation site: built strictly, whole, without anything from elsewhere, legible on a phone, and no page behind the source."""
+"""The documentation site: built strictly, whole, without anything from elsewhere, legible on a phone, true to the source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 
 import cocod_accel
 from cocod_accel.algorithms import ALGORITHMS
@@ -210,7 +210,8 @@ def test_the_config_reference_has_every_key(hooks: ModuleType) -> None:
             row = rows[section, key]
             assert row.meaning, f"{root}: {section}.{key} has no comment that says what it means"
             if row.default not in ("all of them", "see the section", "a section") and "[i]" not in section:
-                shown = row.default if isinstance(default, str) and default else yaml.safe_load(row.default)
+                tree: Any = OmegaConf.to_container(OmegaConf.create(f"value: {row.default}"))
+                shown = row.default if isinstance(default, str) and default else tree["value"]
                 assert (shown, type(shown)) == (default, type(default)), f"{section}.{key}"
     text = hooks.config_reference()
     for section, key, _ in _keys(Config()):

@@ -23,9 +23,9 @@ TREES = (
         "A run",
         "config",
         "Config",
-        "Of `cocod train`, `cocod plan`, `cocod simulate` and `accelerate launch -m cocod_accel.train`: YAML files are merged in their "
-        "order, then `key.sub=value` overrides. Unknown keys, wrong types and impossible combinations are one line and exit code 2. "
-        "`${key.sub}` interpolates. More on what keys do together: [training](../training.md).",
+        "Of `cocod train`, `cocod plan`, `cocod simulate` and `accelerate launch -m cocod_accel.train`: YAML files are "
+        "merged in their order, then `key.sub=value` overrides. Unknown keys, wrong types and impossible combinations are "
+        "one line and exit code 2. `${key.sub}` interpolates. What keys do together: [training](../training.md).",
     ),
     (
         "A cluster",
@@ -84,6 +84,15 @@ class Module:
     def classes(self) -> dict[str, ast.ClassDef]:
         return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
 
+    def imported(self) -> dict[str, str]:
+        """Names that come from elsewhere in the package, and the file they come from."""
+        return {
+            alias.name: node.module.removeprefix("cocod_accel.").replace(".", "/")
+            for node in self.tree.body
+            if isinstance(node, ast.ImportFrom) and node.module is not None
+            for alias in node.names
+        }
+
     def comment(self, node: ast.stmt) -> str:
         """The ``#:`` lines right above a statement."""
         lines: list[str] = []
@@ -94,11 +103,15 @@ class Module:
         return " ".join(lines)
 
 
-def fields_of(node: ast.ClassDef) -> Iterator[ast.AnnAssign]:
-    """The fields of a dataclass."""
+def fields_of(node: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign]]:
+    """The fields of a dataclass, by name."""
     for entry in node.body:
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and "ClassVar" not in ast.unparse(entry.annotation):
-            yield entry
+        if (
+            isinstance(entry, ast.AnnAssign)
+            and isinstance(entry.target, ast.Name)
+            and "ClassVar" not in ast.unparse(entry.annotation)
+        ):
+            yield entry.target.id, entry
 
 
 # ------------------------------------------------------------------------------------------ every setting
@@ -110,6 +123,7 @@ class Setting:
 
     section: str
     key: str
+    #: Its type, in words.
     kind: str
     default: str
     meaning: str
@@ -120,8 +134,8 @@ def settings_of(module: Module, root: str, section: str = "") -> Iterator[tuple[
     classes = module.classes()
     rows: list[Setting] = []
     below: list[tuple[str, str]] = []
-    for entry in fields_of(classes[root]):
-        name, kind = entry.target.id, ast.unparse(entry.annotation)  # type: ignore[union-attr]
+    for name, entry in fields_of(classes[root]):
+        kind = ast.unparse(entry.annotation)
         inside = next((word for word in re.findall(r"\w+", kind) if word in classes), None)
         path = f"{section}.{name}" if section else name
         if inside is not None:
@@ -143,6 +157,7 @@ def _kind_in_words(kind: str, inside: str | None) -> str:
 
 def _default(value: ast.expr | None) -> str:
     """A default as YAML would have it."""
+    assert value is not None, "every setting has a default"
     if isinstance(value, ast.Call) and value.keywords:  # field(default_factory=...)
         factory = value.keywords[0].value
         if isinstance(factory, ast.Lambda):
@@ -150,9 +165,9 @@ def _default(value: ast.expr | None) -> str:
         else:
             return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "a section")
     try:
-        plain = ast.literal_eval(value)  # type: ignore[arg-type]
+        plain = ast.literal_eval(value)
     except ValueError:
-        return "all of them" if "EVERYBODY" in ast.unparse(value) else "see the section"  # type: ignore[arg-type]
+        return "all of them" if "EVERYBODY" in ast.unparse(value) else "see the section"
     if isinstance(plain, list):
         return f"[{', '.join(str(entry) for entry in plain)}]"
     if plain is None or isinstance(plain, bool):
@@ -163,8 +178,8 @@ def _default(value: ast.expr | None) -> str:
 def config_reference() -> str:
     """Every key, its type, its default and its meaning."""
     parts = [
-        "# Configuration reference\n\nMade from the typed trees in the source when this site is built, so it is never behind them. A key of "
-        "a section is written `section.key` on a command line.\n"
+        "# Configuration reference\n\nMade from the typed trees in the source when this site is built. A key of a section "
+        "is written `section.key` on a command line.\n"
     ]
     for title, module, root, begin in TREES:
         parts.append(f"## {title}\n\n{begin}\n")
@@ -187,22 +202,11 @@ def _cell(default: str) -> str:
 def origins() -> dict[str, str]:
     """Every name of ``cocod_accel.__all__`` and the module that defines it."""
     top = Module.read("__init__")
-    public = ast.literal_eval(top.find("__all__").value)
-    imported = {
-        alias.name: node.module for node in top.tree.body if isinstance(node, ast.ImportFrom) and node.module for alias in node.names
-    }
     found: dict[str, str] = {}
-    for name in public:
-        module = imported[name].removeprefix("cocod_accel.").replace(".", "/")
+    for name in ast.literal_eval(top.find("__all__").value):
+        module = top.imported()[name]
         if (PACKAGE / module).is_dir():
-            module = f"{module}/__init__"
-            inner = {
-                alias.name: node.module
-                for node in Module.read(module).tree.body
-                if isinstance(node, ast.ImportFrom) and node.module
-                for alias in node.names
-            }
-            module = inner.get(name, f"cocod_accel.{module}").removeprefix("cocod_accel.").replace(".", "/")
+            module = Module.read(f"{module}/__init__").imported().get(name, f"{module}/__init__")
         found[name] = module
     return found
 
@@ -237,11 +241,13 @@ def _described(module: Module, name: str, place: str) -> str:
         if is_dataclass:
             parts += ["| field | type | meaning |\n| --- | --- | --- |"]
             parts += [
-                f"| `{field.target.id}` | {_cell(ast.unparse(field.annotation).replace('|', 'or'))} | {_text(module.comment(field))} |"  # type: ignore[union-attr]
-                for field in fields_of(node)
+                f"| `{name}` | `{ast.unparse(field.annotation).replace('|', 'or')}` | {_text(module.comment(field))} |"
+                for name, field in fields_of(node)
             ]
             parts.append("")
-        parts += [_method(entry, name) for entry in node.body if isinstance(entry, ast.FunctionDef) and _is_shown(entry, node)]
+        parts += [
+            _method(entry, name) for entry in node.body if isinstance(entry, ast.FunctionDef) and _is_shown(entry, node)
+        ]
     else:
         parts += [_code(ast.unparse(node)), "The algorithms by name.\n"]
     return "\n".join(parts)
@@ -278,7 +284,9 @@ def _signature(node: ast.FunctionDef, name: str) -> str:
     """On one line if it fits, else an argument a line."""
     given = node.args
     defaults: list[ast.expr | None] = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
-    shown = [_argument(arg, default) for arg, default in zip(given.args, defaults, strict=True) if arg.arg not in ("self", "cls")]
+    shown = [
+        _argument(arg, default) for arg, default in zip(given.args, defaults, strict=True) if arg.arg not in ("self", "cls")
+    ]
     if given.kwonlyargs:
         shown.append("*")
         shown += [_argument(arg, default) for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
@@ -311,7 +319,8 @@ def _prose(node: Any) -> str:
             entries = re.split(r"\n(?=\S)", textwrap.dedent("\n".join(block)))
             parts += ["", *(f"* {_argument_line(' '.join(entry.split()))}" for entry in entries if entry.strip()), ""]
         elif line.rstrip().endswith("::"):
-            parts += [_text(line.rstrip()[:-1]), "", "```text", *textwrap.dedent("\n".join(_indented(lines))).strip("\n").splitlines(), "```", ""]
+            example = textwrap.dedent("\n".join(_indented(lines))).strip("\n")
+            parts += [_text(line.rstrip()[:-1]), "", "```text", example, "```", ""]
         else:
             parts.append(_text(line))
     return "\n".join(parts) + "\n"
@@ -334,7 +343,10 @@ def _text(text: str) -> str:
     """Prose of the source as Markdown: roles and double backticks are code, and nothing else is markup."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text.replace("``", "`"))
     pieces = re.split(r"(`[^`]*`)", text)
-    escaped = [piece if index % 2 else re.sub(r"([*_|\[\]])", r"\\\1", piece.replace("<", "&lt;")) for index, piece in enumerate(pieces)]
+    escaped = [
+        piece if index % 2 else re.sub(r"([*_|\[\]])", r"\\\1", piece.replace("<", "&lt;"))
+        for index, piece in enumerate(pieces)
+    ]
     return "".join(escaped).replace("\n", " ")
 
 
