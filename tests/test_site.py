@@ -210,8 +210,8 @@ def test_the_config_reference_has_every_key(hooks: ModuleType) -> None:
             row = rows[section, key]
             assert row.meaning, f"{root}: {section}.{key} has no comment that says what it means"
             if row.default not in ("all of them", "see the section", "a section") and "[i]" not in section:
-                tree: Any = OmegaConf.to_container(OmegaConf.create(f"value: {row.default}"))
-                shown = row.default if isinstance(default, str) and default else tree["value"]
+                read: Any = OmegaConf.to_container(OmegaConf.create(f"value: {row.default}"))
+                shown = row.default if isinstance(default, str) and default else read["value"]
                 assert (shown, type(shown)) == (default, type(default)), f"{section}.{key}"
     text = hooks.config_reference()
     for section, key, _ in _keys(Config()):
