@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import SSGD, Algorithm
+from cocod_accel.anchor import Anchor
 from cocod_accel.attempts import AttemptCounter, is_stepped_by_scaler
 from cocod_accel.averaging import Replica, Traffic, Wishes, check_weight
 from cocod_accel.checks import (
@@ -45,8 +46,10 @@ from cocod_accel.nodes import Nodes
 from cocod_accel.payload import CodedMean
 from cocod_accel.rounds import Period, PeriodLike, RoundClock, check_fragments
 
-_STATE_VERSION = 2
-_STATE_KEYS = ("algorithm", "attempts", "rounds", "round_start", "in_flight", "payload", "drift", "traffic", "nodes")
+_STATE_VERSION = 3
+_STATE_KEYS = (
+    "algorithm", "attempts", "rounds", "round_start", "in_flight", "payload", "anchor", "drift", "traffic", "nodes",
+)  # fmt: skip
 
 
 def attach(
@@ -230,6 +233,7 @@ class Sync:
             "round_start": self._clock.start,
             "in_flight": self._method.state(),
             "payload": self._replica.payload_state(),
+            "anchor": self._replica.anchor_state(),
             "drift": self._replica.drift_state(),
             "traffic": [traffic.counters() for traffic in self._traffics],
             "nodes": self.nodes,
@@ -251,8 +255,10 @@ class Sync:
                 f"the state was saved with nodes {state['nodes']}, here they are {self.nodes}; use the same inner"
             )
         self._replica.check_payload_state(state["payload"])
+        self._replica.check_anchor_state(state["anchor"])
         self._method.load_state(state["in_flight"])
         self._replica.load_payload_state(state["payload"])
+        self._replica.load_anchor_state(state["anchor"])
         self._clock.attempts, self._clock.rounds = state["attempts"], state["rounds"]
         self._clock.start = state["round_start"]
         self._replica.load_drift_state(state["drift"])
@@ -449,6 +455,9 @@ def bound(algorithm: Algorithm, replica: Replica, optimizers: Sequence[Optimizer
         replica.optimizer_tensors = lambda: state_tensors(optimizers)
     if algorithm.payload != "fp32":
         replica.coded = CodedMean(algorithm.payload, replica.comm.rank, replica.comm.size)
+    if algorithm.outer_momentum:
+        replica.anchor = Anchor(algorithm.outer_momentum)
+    replica.pull_back = algorithm.pull_back
     return algorithm.bind(replica)
 
 

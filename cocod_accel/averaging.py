@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocod_accel.anchor import Anchor, pulled_offset_
 from cocod_accel.comm import Communicator, Handle, exposed_and_hidden, wait_for_device
 from cocod_accel.flat import FlatCopy, Segment, as_real, balanced_cuts
 from cocod_accel.payload import CodedMean, coded_bytes
@@ -175,11 +176,12 @@ class _InFlight:
 
     snapshot: FlatCopy
     total: FlatCopy
-    handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t
+    handle: Handle | None  # None once landed: ``total`` then holds x_t - mean_t, or (1 - alpha) x_t - z
     drift: _Drift = field(default_factory=_Drift)  # of the landed average
     ballot: Tensor | None = None  # becomes the number of workers that ask to stop, and to save
     beside: list[Handle] = field(default_factory=list)  # of what does not travel with the models
     is_coded: bool = False  # the parameters travel coded, and ``total`` becomes mean_t where they stand
+    is_exact: bool = False  # to be taken as it is, whatever rounds do with a mean
 
 
 @dataclass
@@ -220,6 +222,9 @@ class Replica:
         self.optimizer_tensors: Callable[[], list[Tensor]] | None = None
         #: How parameters travel in rounds; None: as they are.
         self.coded: CodedMean | None = None
+        #: What rounds do with a mean: z, and the alpha that pulls towards it.
+        self.anchor: Anchor | None = None
+        self.pull_back = 0.0
         self.traffic = Traffic()
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
@@ -283,10 +288,12 @@ class Replica:
     @torch.no_grad()
     def begin(self, equal: bool) -> None:
         """Training begins; ``equal``: all workers hold the same parameters, which is then the first common mean."""
-        if self.coded is not None and self.comm.size > 1 and equal:
+        centred = [part for part in (self.coded, self.anchor) if part is not None]
+        if centred and self.comm.size > 1 and equal:
             start = FlatCopy(self.parameters)
             start.load()
-            self.coded.centre_on(start.cores)
+            for part in centred:
+                part.centre_on(start.cores)
 
     @torch.no_grad()
     def launch(self, *, with_buffers: bool = False, exact: bool = False) -> None:
@@ -315,15 +322,18 @@ class Replica:
             if together:
                 beside.append(self.comm.launch(together))
             handle = coded.launch(snapshot.cores, self.comm, self.weights.factors, self.weights.total)
-        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot, beside=beside, is_coded=coded is not None)
+        self._in_flight = _InFlight(snapshot, total, handle, ballot=ballot, beside=beside)
+        self._in_flight.is_coded, self._in_flight.is_exact = coded is not None, exact
 
     @torch.no_grad()
     def merge(self) -> None:
-        """x <- x + (mean_t - x_t), if an average is in flight."""
+        """x <- x + (mean_t - x_t), or z + (1 - alpha) (x - x_t), if an average is in flight."""
         if self._in_flight is None:
             return
         self.land()
         for segment in self._in_flight.total.segments:
+            if self.pull_back:
+                torch._foreach_mul_(segment.tensors, 1 - self.pull_back)
             # Minus (x_t - mean_t) rounds like plus (mean_t - x_t).
             torch._foreach_sub_(segment.tensors, segment.views)
         self._drift = self._in_flight.drift
@@ -332,7 +342,7 @@ class Replica:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """x <- mean_t, if an average is in flight."""
+        """x <- mean_t, or z, if an average is in flight."""
         if self._in_flight is None:
             return
         flight, self._in_flight = self._in_flight, None
@@ -347,12 +357,17 @@ class Replica:
                 drift.norms.append(segment.flat.dot(segment.flat))
                 drift.distances.append(local.flat.sub_(segment.flat).square_().sum())
         self._drift = drift
+        if self.anchor is not None and flight.is_exact:
+            self.anchor.centre_on(flight.total.cores)
+        elif self.anchor is not None:
+            self.anchor.follow_(flight.total.cores)
+            flight.total.store()
         if self.coded is not None and not flight.is_coded:
             self.coded.centre_on(flight.total.cores)
 
     @torch.no_grad()
     def land(self) -> None:
-        """Wait for the average in flight and keep mean_t - x_t; the model is not touched."""
+        """Wait for the average in flight and keep what :meth:`merge` needs of it; the model is not touched."""
         flight = self._in_flight
         if flight is None or flight.handle is None:
             return
@@ -360,6 +375,9 @@ class Replica:
         flight.handle = None
         if self.coded is not None and not flight.is_coded:  # sent in full, so it is common to all workers
             self.coded.centre_on([core / self.weights.total for core in flight.total.cores])
+        if self.anchor is not None or self.pull_back:
+            flight.drift = self._land_on_anchor(flight)
+            return
         drift = _Drift()
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
             divisor = self._divisor(flight, segment)
@@ -367,6 +385,18 @@ class Replica:
             negated_delta_(segment.flat, local.flat, divisor)
             drift.distances.append(segment.flat.dot(segment.flat))
         flight.drift = drift
+
+    def _land_on_anchor(self, flight: _InFlight) -> _Drift:
+        drift = _Drift()
+        for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
+            mean = mean_(segment.flat, self._divisor(flight, segment))
+            drift.norms.append(mean.dot(mean))
+            drift.distances.append((local.flat - mean).square_().sum())
+        if self.anchor is not None:
+            self.anchor.follow_(flight.total.cores)
+        for point, snapshot in zip(flight.total.cores, flight.snapshot.cores, strict=True):
+            pulled_offset_(point, snapshot, self.pull_back)
+        return drift
 
     @torch.no_grad()
     def equalise(self) -> None:
@@ -507,6 +537,30 @@ class Replica:
             self.coded.load(state, FlatCopy(self.parameters).cores)
             if self._in_flight is not None and state is not None:
                 self._in_flight.is_coded = state["is_in_flight"]
+
+    def anchor_state(self) -> dict[str, Any]:
+        """What merges go on from; whatever is in flight has landed."""
+        return {"pull_back": self.pull_back, "anchor": None if self.anchor is None else self.anchor.state()}
+
+    def check_anchor_state(self, state: dict[str, Any] | None) -> None:
+        """Refuse what :meth:`load_anchor_state` could not load, before anything is changed."""
+        if state is None:
+            return
+        anchor = state["anchor"]
+        saved = state["pull_back"], 0.0 if anchor is None else anchor["momentum"]
+        attached = self.pull_back, 0.0 if self.anchor is None else self.anchor.momentum
+        if saved != attached:
+            raise ValueError(
+                f"the state was saved with pull_back={saved[0]:g} and outer_momentum={saved[1]:g}, "
+                f"attached are {attached[0]:g} and {attached[1]:g}; attach with the same"
+            )
+        if self.anchor is not None:
+            self.anchor.check_state(anchor, FlatCopy(self.parameters).cores)
+
+    def load_anchor_state(self, state: dict[str, Any] | None) -> None:
+        """None: of a run with other workers."""
+        if self.anchor is not None:
+            self.anchor.load(None if state is None else state["anchor"], FlatCopy(self.parameters).cores)
 
     def ask_all(self) -> None:
         """Ask all workers now, blocking; for algorithms whose rounds send no models."""

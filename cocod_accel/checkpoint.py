@@ -293,7 +293,8 @@ class Checkpoints:
         self._load_model(tree)
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        fresh = {"in_flight": None, "payload": None, "round_start": tree["sync"]["attempts"], "nodes": self._sync.nodes}
+        fresh = {"in_flight": None, "payload": None, "anchor": None, "nodes": self._sync.nodes}
+        fresh["round_start"] = tree["sync"]["attempts"]
         self._sync.load_state_dict({**tree["sync"], **fresh})
         return Resumed(path, tree["position"], False, len(weights))
 

@@ -165,6 +165,8 @@ class Report:
     optimizer_state: str = ""
     payload: str = ""
     fragments: int = 1
+    pull_back: float = 0.0
+    outer_momentum: float = 0.0
     has_channels: bool = False
 
     @classmethod
@@ -183,6 +185,8 @@ class Report:
             optimizer_state=algorithm.optimizer_state,
             payload=algorithm.payload,
             fragments=algorithm.fragments,
+            pull_back=algorithm.pull_back,
+            outer_momentum=algorithm.outer_momentum,
             has_channels=subject.router is not None
             and subject.router.channels_of == (subject.node, algorithm.payload != "fp32"),
         )
@@ -213,6 +217,8 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
             ("optimizer_state", "pass the same on every worker"),
             ("payload", "pass the same on every worker"),
             ("fragments", "pass the same on every worker"),
+            ("pull_back", "pass the same on every worker"),
+            ("outer_momentum", "pass the same on every worker"),
         ):
             ours, theirs = getattr(first, what), getattr(other, what)
             if ours != theirs:

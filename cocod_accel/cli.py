@@ -80,11 +80,26 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--out", type=Path, default=Path("plan"), metavar="DIR", help="where the picture goes; default: plan")
     plan.set_defaults(run=_plan)
 
+    reproduce = commands.add_parser("reproduce", help="the paper's tables and figures, and where they do not hold")
+    reproduce.add_argument(
+        "configs", nargs="*", metavar="key=value", help="overrides for every cell, e.g. task.data_dir=/data"
+    )
+    reproduce.add_argument("--scale", default="small", metavar="SCALE", help="smoke, small (default) or full: 16 GPUs")
+    reproduce.add_argument("--only", default="", metavar="A,B", help="parts: homogeneous, scaling, heterogeneous, skew, ...")
+    reproduce.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/SCALE")
+    reproduce.add_argument("--rows", type=Path, action="append", default=[], metavar="FILE", help="rows of earlier sittings")
+    reproduce.add_argument("--jobs", type=int, metavar="N", help="cells side by side; default: one a core")
+    reproduce.add_argument("--only-tables", action="store_true", help="of the rows that are there; run nothing")
+    reproduce.add_argument("--dry-run", action="store_true", help="say what would be run")
+    reproduce.set_defaults(run=_reproduce)
+
     commands.add_parser("doctor", help="what this machine can run").set_defaults(run=_doctor)
     commands.add_parser("list", help="algorithms, tasks, models and profiles").set_defaults(run=_list)
 
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "bench", "simulate", "plan") and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("train", "bench", "simulate", "plan", "reproduce") and not any(
+        argument.startswith("-") for argument in rest
+    ):
         options.configs += rest  # overrides after an option
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")
@@ -267,6 +282,18 @@ def _measure(options: argparse.Namespace) -> int:
     return _launch(command)
 
 
+def _reproduce(options: argparse.Namespace) -> int:
+    from cocod_accel.reproduce.command import run
+
+    for given in options.configs:
+        if "=" not in given:
+            raise ConfigError(f"{given}: not a key=value override; the configurations are those of --scale")
+    only = [part.strip() for part in options.only.split(",") if part.strip()]
+    flags = {"only_tables": options.only_tables, "dry_run": options.dry_run}
+    given = {"only": only, "out": options.out, "rows_files": options.rows, "jobs": options.jobs}
+    return run(options.scale, **given, **flags, overrides=options.configs)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     import accelerate
     import torch
@@ -305,7 +332,7 @@ def _list(options: argparse.Namespace) -> int:
             print(f"  {name:14s} {text}")
     print("profiles:")
     root = Path(__file__).parents[1] / "configs"
-    folders = ("", "tasks/", "variants/", "cluster/")
+    folders = ("", "tasks/", "variants/", "cluster/", "reproduce/")
     for path in [path for folder in folders for path in sorted(root.glob(f"{folder}*.yaml"))]:
         comment = path.read_text().splitlines()[0].lstrip("# ").rstrip(".")
         print(f"  {os.path.relpath(path):40s} {comment}")

@@ -42,6 +42,11 @@ class TaskConfig:
     download: bool = False
     #: Random crops and flips for training images; null: the task's own choice.
     augment: bool | None = None
+    #: Images of the built-in sets become so many times smaller in both directions, by the mean of their pixels.
+    shrink: int = 1
+    #: Label-skewed shards: every worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller, the
+    #: fewer classes a worker has; 0.1 gives most workers two or three. null: all shards alike.
+    label_skew: float | None = None
     #: Use only the first training samples, for smoke tests.
     train_limit: int | None = None
     #: Use only the first test samples.
@@ -75,6 +80,11 @@ class AlgorithmConfig:
     payload: str = "fp32"
     #: Parts that a model is sent in, one after the other in a round of cocod; at most the shortest period.
     fragments: int = 1
+    #: For long rounds and workers whose data differ: how far a merge of cocod pulls a worker back towards the mean. 0: not at
+    #: all; below 1.
+    pull_back: float = 0.0
+    #: For the same: the momentum with which the mean moves (local, cocod, asynlocal). 0: none; below 1.
+    outer_momentum: float = 0.0
 
 
 @dataclass
@@ -373,6 +383,7 @@ def validate(config: Config) -> None:
         ("checkpoint.keep", config.checkpoint.keep, 1),
         ("task.train_limit", task.train_limit, 1),
         ("task.test_limit", task.test_limit, 1),
+        ("task.shrink", task.shrink, 1),
     ):
         require(value is None or value >= least, key, value, f"must be at least {least}")
     rows: list[tuple[str, float, str, Callable[[float], bool]]] = [
@@ -391,6 +402,17 @@ def validate(config: Config) -> None:
         ("cluster.measure_seconds", cluster.measure_seconds, "must not be negative", lambda v: v >= 0),
         ("schedule.decay_factor", schedule.decay_factor, "must be in (0, 1]", lambda v: 0 < v <= 1),
     ]
+    rows += [
+        (f"algorithm.{name}", value, "must be in [0, 1)", lambda v: 0 <= v < 1)
+        for name, value in (
+            ("pull_back", config.algorithm.pull_back),
+            ("outer_momentum", config.algorithm.outer_momentum),
+        )
+    ]
+    if task.label_skew is not None:
+        rows.append(("task.label_skew", task.label_skew, "must be positive; null: shards alike", lambda v: v > 0))
+        across = cluster.shuffle == "across"
+        require(not across, "task.label_skew", task.label_skew, "needs shards that last; use cluster.shuffle=within")
     for key, number, rule, good in rows:
         require(math.isfinite(number) and good(number), key, number, rule)
     require(
@@ -461,6 +483,7 @@ def _validate_schedule(config: Config) -> None:
             str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs").replace("(200, 5)", "(10, 5)")
         )
         raise ConfigError(f"algorithm.{message}") from error
+    _validate_merge(config)
     fragments = config.algorithm.fragments
     if fragments != 1:
         require(config.algorithm.name == "cocod", "algorithm.fragments", fragments, "is only for cocod; use 1")
@@ -470,6 +493,18 @@ def _validate_schedule(config: Config) -> None:
             raise ConfigError(f"algorithm.{error}") from error
     for first, _ in pairs:
         require(first < epochs, "algorithm.period", pairs, f"changes after the last epoch; schedule.epochs is {epochs}")
+
+
+def _validate_merge(config: Config) -> None:
+    options = config.algorithm
+    for key, value, of in (
+        ("pull_back", options.pull_back, ("cocod",)),
+        ("outer_momentum", options.outer_momentum, ("local", "cocod", "asynlocal")),
+    ):
+        if value:
+            require(options.name in of, f"algorithm.{key}", value, f"is not for {options.name}; use 0, or {', '.join(of)}")
+            require(options.payload == "fp32", f"algorithm.{key}", value, "goes with algorithm.payload=fp32 only")
+            require(options.fragments == 1, f"algorithm.{key}", value, "goes with algorithm.fragments=1 only")
 
 
 def _validate_cluster(config: Config) -> None:

@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -93,9 +94,9 @@ class WorkPlan:
     def num_samples(self) -> int:
         return sum(self.shards)
 
-    def sampler(self, rank: int, *, seed: int | str = 0, across: bool = False) -> ShardSampler:
+    def sampler(self, rank: int, *, seed: int | str = 0, across: bool = False, order: Tensor | None = None) -> ShardSampler:
         """The batches of worker ``rank``, for ``DataLoader(data, batch_sampler=...)``."""
-        return ShardSampler(self, rank, seed=seed, across=across)
+        return ShardSampler(self, rank, seed=seed, across=across, order=order)
 
 
 def plan_workers(
@@ -240,16 +241,22 @@ class ShardSampler(Sampler[list[int]]):
     Within shards: every worker keeps its samples and reshuffles them. Across: all samples are dealt anew every epoch.
     Either way what an epoch has no room for moves on from epoch to epoch, so that nothing is left out for ever.
 
+    ``order``: all samples, cut into shards one after the other, e.g. of :func:`skewed_order`; default: at random.
+
     As the ``batch_sampler`` of a ``DataLoader`` each whole pass is followed by the next epoch; ``set_epoch`` chooses one.
     """
 
-    def __init__(self, plan: WorkPlan, rank: int, *, seed: int | str = 0, across: bool = False) -> None:
+    def __init__(
+        self, plan: WorkPlan, rank: int, *, seed: int | str = 0, across: bool = False, order: Tensor | None = None
+    ) -> None:
         if not 0 <= rank < len(plan.batches):
             raise ValueError(f"rank={rank} is not one of the {len(plan.batches)} workers of the plan")
         self.plan, self.rank = plan, rank
         self._seed, self._across = seed, across
         self._next = 0
-        self._order = torch.randperm(plan.num_samples, generator=seeded_generator(seed, "shards"))
+        if order is None:
+            order = torch.randperm(plan.num_samples, generator=seeded_generator(seed, "shards"))
+        self._order = order
 
     def epoch(self, number: int, steps: Sequence[int] | None = None) -> Tensor:
         """The indices of this worker's samples in epoch ``number``, in the order they are used.
@@ -289,6 +296,37 @@ class ShardSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self.plan.steps[self.rank]
+
+
+@lru_cache(maxsize=4)
+def skewed_order(labels: Tensor, shards: tuple[int, ...], alpha: float, seed: int | str) -> Tensor:
+    """All samples in an order whose consecutive ``shards`` are label-skewed: p_i ~ Dirichlet(alpha), worker by worker.
+
+    Places are dealt in random order; each draws a class from its worker's p_i among the classes that are left, then a
+    sample of it. So sizes are exactly those of ``shards``, every sample is used once, and no worker is left with the scraps.
+    """
+    import numpy as np  # which the library does without, elsewhere
+
+    random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=seeded_generator(seed, "skew"))))
+    classes, counts = np.unique(labels.numpy(), return_counts=True)
+    # Floored, because for a tiny alpha all of a worker's shares may be zero in floating point.
+    shares = np.maximum(random.dirichlet(np.full(len(classes), alpha), len(shards)), 1e-12)
+    pools = [random.permutation(np.flatnonzero(labels.numpy() == c)).tolist() for c in classes]
+    owners = random.permutation(np.repeat(np.arange(len(shards)), shards))
+    draws = random.random(len(owners))
+    limits = shares.cumsum(axis=1)
+    found: list[list[int]] = [[] for _ in shards]
+    left = counts.copy()
+    for owner, draw in zip(owners.tolist(), draws.tolist(), strict=True):
+        row = limits[owner]
+        chosen = int(np.searchsorted(row, draw * row[-1], side="right"))
+        if chosen == len(classes):  # the product was rounded up
+            chosen = int(np.flatnonzero(left)[-1])
+        found[owner].append(pools[chosen].pop())
+        left[chosen] -= 1
+        if left[chosen] == 0:
+            limits = (shares * (left > 0)).cumsum(axis=1)
+    return torch.tensor([sample for mine in found for sample in mine])
 
 
 def seeded_generator(*key: int | str) -> torch.Generator:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.schedule import learning_rate, period_in_epoch, period_in_steps
-from cocod_accel.sharding import WorkPlan, local_periods, plan_workers, steps_in_shards
+from cocod_accel.sharding import WorkPlan, local_periods, plan_workers, skewed_order, steps_in_shards
 from cocod_accel.tasks.data import Batch, Images, batches
 
 
@@ -58,8 +58,9 @@ class Work:
             "optimizer_state": config.algorithm.optimizer_state,
             "payload": config.algorithm.payload,
         }
-        if config.algorithm.fragments > 1:
-            options["fragments"] = config.algorithm.fragments
+        for name, usual in (("fragments", 1), ("pull_back", 0.0), ("outer_momentum", 0.0)):
+            if getattr(config.algorithm, name) != usual:  # not every algorithm knows of it
+                options[name] = getattr(config.algorithm, name)
         algorithm = kind() if kind.reduces_gradients else kind(**options)
         return cls(algorithm, plan, all_steps, rank)
 
@@ -84,7 +85,14 @@ class Work:
         skipped: int = 0,
     ) -> Iterator[Batch]:
         """This worker's batches in an epoch, without the first ``skipped``; random crops and flips from ``generator``."""
-        sampler = self.plan.sampler(self.rank, seed=seed, across=config.cluster.shuffle == "across")
+        order = None
+        if config.task.label_skew is not None:
+            if not isinstance(data, Images):
+                raise ConfigError(
+                    f"task.label_skew={config.task.label_skew:g}: needs labels in memory; return (inputs, labels) tensors"
+                )
+            order = skewed_order(data.labels, self.plan.shards, config.task.label_skew, seed)
+        sampler = self.plan.sampler(self.rank, seed=seed, across=config.cluster.shuffle == "across", order=order)
         indices = sampler.epoch(epoch, self.all_steps[epoch])
         if config.loader_workers == 0:
             indices, skipped = indices[skipped * self.batch :], 0

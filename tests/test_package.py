@@ -20,6 +20,7 @@ LIBRARY = [
     "comm",
     "flat",
     "payload",
+    "anchor",
     "averaging",
     "nodes",
     "algorithms",
@@ -40,7 +41,7 @@ LIBRARY = [
 TRAINER = [
     "schedule", "tables", "periods", "strict", "config", "cluster", "runtime", "tasks", "calibration",
     "faults", "metrics", "trackers", "work", "steps", "autoperiod", "trainer", "simulator", "report", "train",
-    "plan", "lab", "bench", "cli",
+    "plan", "reproduce", "lab", "bench", "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER
 #: Within report/, likewise.

@@ -17,6 +17,7 @@ from cocod_accel.sharding import (
     local_periods,
     plan_workers,
     proportional_batches,
+    skewed_order,
     split_batch,
     steps_in_shards,
 )
@@ -238,3 +239,29 @@ def test_the_learning_rate_warms_up_step_by_step_and_decays() -> None:
 def test_epochs_become_steps() -> None:
     assert period_in_steps([(0, 1), (10, 5)], [97] * 120) == [(0, 1), (970, 5)]
     assert period_in_steps([(0, 1), (2, 5)], [4, 4, 20]) == [(0, 1), (8, 5)]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.floats(0.01, 100),
+    st.integers(0, 3),
+)
+def test_skewed_shards_use_every_sample_once(shards: list[int], num_classes: int, alpha: float, seed: int) -> None:
+    labels = torch.arange(sum(shards)) % num_classes
+    order = skewed_order(labels, tuple(shards), alpha, seed)
+    assert sorted(order.tolist()) == list(range(sum(shards)))
+    assert torch.equal(order, skewed_order(labels.clone(), tuple(shards), alpha, seed)), "the same on every worker"
+
+
+def share_of_largest_class(alpha: float) -> float:
+    labels = torch.arange(10_000) % 10
+    shards = skewed_order(labels, (1000,) * 10, alpha, 0).split(1000)
+    return sum(torch.bincount(labels[shard], minlength=10).max().item() / 1000 for shard in shards) / len(shards)
+
+
+def test_a_smaller_alpha_gives_fewer_classes() -> None:
+    """With alpha 100 all ten classes are about a tenth; with 0.1 a worker's largest is more than a third."""
+    shares = [share_of_largest_class(alpha) for alpha in (100.0, 1.0, 0.1)]
+    assert shares[0] < 0.15 < shares[1] < shares[2]
+    assert shares[2] > 0.35

@@ -255,6 +255,16 @@ def test_quoted_messages_are_said_by_the_code() -> None:
             assert piece.strip() in everything, f"nobody says {piece!r}, quoted in: {line}"
 
 
+def test_figures_of_the_alternatives_are_those_of_the_benchmark() -> None:
+    lines = (DOCS / "benchmarks.md").read_text().splitlines()
+    found = re.findall(r"^\| ([\w, ]+) \|((?: \d+\.\d\d \|)+)$", (DOCS / "alternatives.md").read_text(), flags=re.MULTILINE)
+    assert len(found) > 5
+    for label, figures in found:
+        measured = [line[len(label) :] for line in lines if re.match(rf"{label}  ", line)]
+        for figure in re.findall(r"\d+\.\d\d", figures):
+            assert any(f" {figure} (" in line for line in measured), f"{label}: {figure} is not in benchmarks.md"
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         text = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)

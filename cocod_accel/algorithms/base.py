@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from cocod_accel.anchor import check_share
 from cocod_accel.averaging import Replica
 from cocod_accel.rounds import Period, PeriodLike
 
@@ -60,8 +61,12 @@ class Algorithm:
     replica: Replica
     #: Parts that a payload is sent in, one after the other in a round.
     fragments: int = 1
+    #: The alpha that pulls a merged model back towards the mean.
+    pull_back: float = 0.0
 
-    def __init__(self, period: PeriodLike, *, optimizer_state: str = "keep", payload: str = "fp32") -> None:
+    def __init__(
+        self, period: PeriodLike, *, optimizer_state: str = "keep", payload: str = "fp32", outer_momentum: float = 0.0
+    ) -> None:
         self.period = Period.parse(period)
         if optimizer_state not in self.optimizer_policies:
             rule = f"is not for {type(self).__name__}; choose from {', '.join(self.optimizer_policies)}"
@@ -71,15 +76,26 @@ class Algorithm:
             raise ValueError(f"payload={payload!r} {rule}")
         self.optimizer_state = optimizer_state
         self.payload = payload
+        #: The beta with which the means are followed, instead of adopted.
+        self.outer_momentum = check_share("outer_momentum", outer_momentum)
+        self.refuse_with("outer_momentum", self.outer_momentum, payload != "fp32", 'payload="fp32"')
 
     def __repr__(self) -> str:
         options = {
             "optimizer_state": (self.optimizer_state, "keep"),
             "payload": (self.payload, "fp32"),
             "fragments": (self.fragments, 1),
+            "pull_back": (self.pull_back, 0.0),
+            "outer_momentum": (self.outer_momentum, 0.0),
         }
         stated = "".join(f", {name}={value!r}" for name, (value, usual) in options.items() if value != usual)
         return f"{type(self).__name__}(period={self.period}{stated})"
+
+    @staticmethod
+    def refuse_with(name: str, value: float, clashes: bool, fix: str) -> None:
+        """Two options that do not go together."""
+        if value and clashes:
+            raise ValueError(f"{name}={value:g} goes with {fix} only; change one of them")
 
     def bind(self, replica: Replica) -> Self:
         """A copy of this algorithm that works on ``replica``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 from cocod_accel.algorithms.base import Algorithm
+from cocod_accel.anchor import check_share
 from cocod_accel.averaging import Replica
 from cocod_accel.rounds import PeriodLike, check_fragments
 
@@ -21,6 +22,10 @@ class CoCoDSGD(Algorithm):
 
     With ``fragments=P`` the parameters are cut into P parts, and for part p all of this happens floor(p k / P) steps later
     in every round, so that a link carries a P-th of the model P times a round.
+
+    Where workers' data differ, or rounds are long (:mod:`cocod_accel.anchor`), ``pull_back=alpha`` and
+    ``outer_momentum=beta`` make the merge x_{t+k}^i <- z_t + (1 - alpha) (x_{t+k}^i - x_t^i), with z_t following the means
+    with momentum beta.
     """
 
     name: ClassVar[str] = "cocod"
@@ -28,9 +33,20 @@ class CoCoDSGD(Algorithm):
     _parts: list[Replica]
 
     def __init__(
-        self, period: PeriodLike, *, optimizer_state: str = "keep", payload: str = "fp32", fragments: int = 1
+        self,
+        period: PeriodLike,
+        *,
+        optimizer_state: str = "keep",
+        payload: str = "fp32",
+        fragments: int = 1,
+        pull_back: float = 0.0,
+        outer_momentum: float = 0.0,
     ) -> None:
-        super().__init__(period, optimizer_state=optimizer_state, payload=payload)
+        super().__init__(period, optimizer_state=optimizer_state, payload=payload, outer_momentum=outer_momentum)
+        self.pull_back = check_share("pull_back", pull_back)
+        self.refuse_with("pull_back", self.pull_back, payload != "fp32", 'payload="fp32"')
+        for name, value in (("pull_back", self.pull_back), ("outer_momentum", self.outer_momentum)):
+            self.refuse_with(name, value, fragments != 1, "fragments=1")
         self.fragments = check_fragments(fragments, self.period)
         if fragments > 1 and payload != "fp32":
             raise ValueError(

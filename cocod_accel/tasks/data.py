@@ -53,9 +53,10 @@ class Images:
         return inputs, labels
 
 
-def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """The standard CIFAR augmentation on a whole batch: pad by 4, crop at random, flip half of the images."""
+def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
+    """The standard CIFAR augmentation on a whole batch: pad by 4 of 32, crop at random, flip half of the images."""
     count, _, height, width = images.shape
+    padding = max(1, round(height / 8))
     padded = torch.nn.functional.pad(images, (padding,) * 4)
     top = torch.randint(0, 2 * padding + 1, (count,), generator=generator)
     left = torch.randint(0, 2 * padding + 1, (count,), generator=generator)
@@ -135,10 +136,20 @@ def _image_task(
     parts = []
     for (images, labels), is_train in ((train, True), (test, False)):
         inputs = torch.tensor(images)
-        inputs = inputs.unsqueeze(1) if inputs.dim() == 3 else inputs
+        inputs = shrunk(inputs.unsqueeze(1) if inputs.dim() == 3 else inputs, config.task.shrink)
         part = Images(inputs, torch.tensor(labels).long(), *statistics)
         parts.append(replace(part, augment=is_train and (augment if choice is None else choice)))
     return _limited(Task(parts[0], parts[1], tuple(parts[0].inputs.shape[1:]), num_classes), config)
+
+
+def shrunk(images: Tensor, factor: int) -> Tensor:
+    """Bytes, ``factor`` times smaller in both directions: the mean of each square of pixels; a rest is cut off."""
+    if factor == 1:
+        return images
+    if min(images.shape[-2:]) < factor:
+        raise ConfigError(f"task.shrink={factor}: is more than the images' {tuple(images.shape[-2:])}; use a smaller one")
+    pieces = [torch.nn.functional.avg_pool2d(piece.float(), factor).round_().byte() for piece in images.split(4096)]
+    return torch.cat(pieces)
 
 
 def _limited(task: Task, config: Config) -> Task:

@@ -38,4 +38,6 @@ def known_facts(config: Config) -> TaskFacts:
         size if limit is None else min(size, limit)
         for size, limit in ((facts.num_train, task.train_limit), (facts.num_test, task.test_limit))
     ]
-    return TaskFacts(sizes[0], sizes[1], facts.input_shape, facts.num_classes)
+    shrink = 1 if task.name == "synthetic" else task.shrink
+    smaller = (facts.input_shape[0], *(size // shrink for size in facts.input_shape[1:]))
+    return TaskFacts(sizes[0], sizes[1], smaller, facts.num_classes)

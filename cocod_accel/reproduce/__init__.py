@@ -1,0 +1,1 @@
+"""``cocod reproduce``: section 5 of the paper, cell by cell."""

@@ -1,0 +1,98 @@
+"""Pictures of a grid that ``cocod compare`` does not draw: accuracy against the period, and steps against workers."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from cocod_accel.report.look import styles_of
+from cocod_accel.reproduce.grid import NAMES
+from cocod_accel.reproduce.tables import Grid, accuracies, common_loss, iterations_by_workers
+
+
+def _axes() -> tuple[Figure, Any]:
+    picture = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return picture, axes
+
+
+def _line(axes: Any, xs: list[float], values: list[list[float]], style: Any, label: str) -> None:
+    spread = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
+    axes.errorbar(
+        xs, [statistics.fmean(v) for v in values], yerr=spread, color=style.colour, marker=style.marker, markersize=5,
+        linestyle=(0, style.dash) if style.dash else "-", capsize=2, linewidth=1.6, label=label,
+    )  # fmt: skip
+
+
+def draw_skew(grid: Grid) -> Figure | None:
+    """Accuracy against the period, a line for each label skew; S-SGD is where there is no round, left of period 1."""
+    settings = [s for s in grid.settings("skew") if " k=" in s]
+    if not settings:
+        return None
+    alphas = list(dict.fromkeys(s.split()[0] for s in settings))
+    picture, axes = _axes()
+    styles = styles_of(alphas)
+    for alpha in alphas:
+        points = []
+        for setting in [s for s in settings if s.startswith(f"{alpha} ")]:
+            found = list(accuracies(grid.of("skew", "resnet18", "cocod", setting)).values())
+            if found:
+                points.append((float(setting.split("k=")[1]), found))
+        label = alpha.replace("alpha=", "alpha ") + (", shards alike" if alpha.endswith("inf") else "")
+        _line(axes, [k for k, _ in points], [v for _, v in points], styles[alpha], label)
+    ticks = sorted({int(s.split("k=")[1]) for s in settings})
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [str(k) for k in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("period k (steps a round)")
+    axes.set_ylabel("best test accuracy, %")
+    axes.set_title("CoCoD-SGD on label-skewed shards, 16 workers; mean and st. dev.", loc="left", fontsize=10)
+    axes.legend(frameon=False)
+    return picture
+
+
+def draw_iterations(grid: Grid) -> Figure | None:
+    """Steps to a loss against the number of workers, beside the line of linear speedup."""
+    loss = common_loss(grid)
+    if loss is None:
+        return None
+    picture, axes = _axes()
+    variants = ("ssgd", "cocod")
+    styles = styles_of([NAMES[variant] for variant in variants])
+    first: float | None = None
+    counts: list[int] = []
+    for variant in variants:
+        found = iterations_by_workers(grid, loss, variant)
+        counts = sorted({*counts, *found})
+        if found and first is None:
+            first = statistics.fmean(found[min(found)]) * min(found)
+        _line(axes, [float(n) for n in found], list(found.values()), styles[NAMES[variant]], NAMES[variant])
+    if first is not None:
+        axes.plot(counts, [first / n for n in counts], color="#777777", linestyle=":", linewidth=1, label="linear speedup")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.minorticks_off()
+    axes.set_xlabel("workers")
+    axes.set_ylabel(f"steps to training loss {loss:g}")
+    axes.set_title("Linear iteration speedup (Remarks 1 and 2); mean and st. dev.", loc="left", fontsize=10)
+    axes.legend(frameon=False)
+    return picture
+
+
+def save(grid: Grid, out: Path) -> list[Path]:
+    written = []
+    for name, picture in (("skew", draw_skew(grid)), ("iterations", draw_iterations(grid))):
+        if picture is not None:
+            for suffix in ("png", "svg"):
+                path = out / f"{name}.{suffix}"
+                picture.savefig(path, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+                written.append(path)
+    return written

@@ -1,0 +1,207 @@
+"""The paper's experiments, and those that go beyond it, as cells: one run each, named by what sets it apart.
+
+Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
+``skew`` (label-skewed shards against the period), ``remedies`` (the worst of those, mended) and ``iterations`` (steps to a
+loss against the number of workers, Remarks 1 and 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cocod_accel.cluster import Cluster, load_cluster
+from cocod_accel.config import ConfigError, load_config
+from cocod_accel.strict import require_choice
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations")
+SCALES = ("smoke", "small", "full")
+
+#: The paper's names of what it compares, and the files of configs/variants that are it.
+NAMES = {
+    "ssgd": "S-SGD",
+    "ssgd_ps": "S-SGD+PS",
+    "pipe": "Pipe-SGD",
+    "pipe_ps": "Pipe-SGD+PS",
+    "local": "Local-SGD",
+    "asynlocal": "AsynLocal-SGD",
+    "cocod": "CoCoD-SGD",
+}
+HOMOGENEOUS = ("ssgd", "pipe", "local", "cocod")
+HETEROGENEOUS = ("ssgd", "ssgd_ps", "pipe", "pipe_ps", "asynlocal", "cocod")
+#: The paper's models, whose payload and step the virtual clock has, and what learns in their place at smaller scales.
+MODELS = {"resnet18": "small_resnet", "vgg16": "small_vgg"}
+#: float32 parameters of the paper's models for 10 classes.
+PAYLOAD_BYTES = {"resnet18": 4 * 11_173_962, "vgg16": 4 * 14_724_042}
+WORKERS = (1, 2, 4, 8, 16)
+PERIODS = (1, 5, 8, 24)
+#: Dirichlet alphas; None: shards alike.
+ALPHAS = (None, 1.0, 0.1)
+REMEDIES = {
+    "pull 0.5": ("algorithm.pull_back=0.5",),
+    "outer 0.5": ("algorithm.outer_momentum=0.5",),
+    "pull 0.5, outer 0.5": ("algorithm.pull_back=0.5", "algorithm.outer_momentum=0.5"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    part: str
+    #: The paper's model.
+    model: str
+    #: A key of NAMES.
+    variant: str
+    #: What else sets it apart within its part, as it stands in tables.
+    setting: str
+    num_workers: int
+    seed: int
+    arguments: tuple[str, ...]
+    #: Of configs/cluster.
+    cluster: str
+    #: False: a timeline is enough.
+    learns: bool = True
+
+    @property
+    def name(self) -> str:
+        parts = [self.part, self.model, self.variant, *self.setting.replace(",", "").split(), f"n{self.num_workers}"]
+        return "-".join(part for part in [*parts, f"seed{self.seed}"] if part).replace("=", "")
+
+    def on(self) -> Cluster:
+        """The paper's cluster, with its payload and a step for the batch of this cell, whatever learns on it."""
+        cluster = load_cluster(CONFIGS / "cluster" / f"{self.cluster}.yaml")
+        batch = load_config(list(self.arguments)).batch_size
+        cluster = replace(cluster, payload_bytes=PAYLOAD_BYTES[self.model], batch_size=batch)
+        return cluster if self.num_workers == cluster.num_workers else cluster.resized(self.num_workers)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the grid is."""
+
+    name: str
+    seeds: tuple[int, ...]
+    workers: tuple[int, ...]
+    periods: tuple[int, ...]
+    alphas: tuple[float | None, ...]
+    #: (period, alpha) of the cells that remedies are tried in.
+    worst: tuple[tuple[int, float | None], ...]
+
+    def arguments(self, environment: str, model: str, *more: str) -> tuple[str, ...]:
+        profile = str(CONFIGS / f"{environment}_16gpu.yaml")
+        if self.name == "full":
+            return (profile, str(CONFIGS / "tasks" / f"cifar10_{model}.yaml"), *more)
+        return (profile, str(CONFIGS / "reproduce" / f"{self.name}.yaml"), f"model.name={MODELS[model]}", *more)
+
+
+_SMALL = Scale("small", (0, 1, 2), WORKERS, PERIODS, ALPHAS, worst=((8, 0.1), (24, 0.1)))
+_SIZES = {
+    "small": _SMALL,
+    "smoke": replace(
+        _SMALL, name="smoke", seeds=(0, 1), workers=(1, 4), periods=(1, 5), alphas=(None, 0.1), worst=((5, 0.1),)
+    ),
+    "full": replace(_SMALL, name="full"),
+}
+
+
+def scale_of(name: str) -> Scale:
+    require_choice(name, "--scale", list(SCALES))
+    return _SIZES[name]
+
+
+def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
+    """All cells, or those of some parts; the first seed of everything comes first, so that an early end shows all of it."""
+    for part in only:
+        require_choice(part, "--only", list(PARTS))
+    wanted = only or PARTS
+    makers = {
+        "homogeneous": _homogeneous, "scaling": _scaling, "heterogeneous": _heterogeneous,
+        "skew": _skew, "remedies": _remedies, "iterations": _iterations,
+    }  # fmt: skip
+    found = [cell for part in PARTS if part in wanted for cell in makers[part](scale)]
+    found.sort(key=lambda cell: (cell.learns, cell.seed))
+    names = [cell.name for cell in found]
+    if len(set(names)) != len(names):
+        raise ConfigError("two cells have one name; this is a mistake in the grid")
+    return found
+
+
+def _homogeneous(scale: Scale) -> Iterator[Cell]:
+    for seed in scale.seeds:
+        for model in MODELS:
+            for variant in HOMOGENEOUS:
+                given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"seed={seed}")
+                yield Cell("homogeneous", model, variant, "", 16, seed, given, _cluster(model))
+
+
+def _scaling(scale: Scale) -> Iterator[Cell]:
+    for model in MODELS:
+        for variant in HOMOGENEOUS:
+            for n in scale.workers:
+                given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"cluster.num_workers={n}")
+                yield Cell("scaling", model, variant, "", n, 0, given, _cluster(model), learns=False)
+
+
+def _heterogeneous(scale: Scale) -> Iterator[Cell]:
+    for seed in scale.seeds:
+        for model in MODELS:
+            for variant in HETEROGENEOUS:
+                file = str(CONFIGS / "variants" / f"{variant}.yaml")
+                profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}")
+                given = (profile, file, *rest)
+                yield Cell("heterogeneous", model, variant, "", 16, seed, given, f"{_cluster(model)}_heterogeneous")
+
+
+def _skewed(scale: Scale, seed: int, period: int, alpha: float | None, variant: str, *more: str) -> tuple[str, ...]:
+    given = [f"algorithm.name={variant}", f"seed={seed}", *more]
+    given += [] if variant == "ssgd" else [f"algorithm.period={period}"]
+    given += [] if alpha is None else [f"task.label_skew={alpha:g}"]
+    return scale.arguments("homogeneous", "resnet18", *given)
+
+
+def _alpha(alpha: float | None) -> str:
+    return f"alpha={'inf' if alpha is None else f'{alpha:g}'}"
+
+
+def _skew(scale: Scale) -> Iterator[Cell]:
+    for seed in scale.seeds:
+        for alpha in scale.alphas:
+            given = _skewed(scale, seed, 1, alpha, "ssgd")
+            yield Cell("skew", "resnet18", "ssgd", _alpha(alpha), 16, seed, given, "paper")
+            for period in scale.periods:
+                given = _skewed(scale, seed, period, alpha, "cocod")
+                yield Cell("skew", "resnet18", "cocod", f"{_alpha(alpha)} k={period}", 16, seed, given, "paper")
+
+
+def _remedies(scale: Scale) -> Iterator[Cell]:
+    for seed in scale.seeds:
+        for period, alpha in scale.worst:
+            where = f"{_alpha(alpha)} k={period}"
+            given = _skewed(scale, seed, period, alpha, "local")
+            yield Cell("remedies", "resnet18", "local", where, 16, seed, given, "paper")
+            for remedy, options in REMEDIES.items():
+                given = _skewed(scale, seed, period, alpha, "cocod", *options)
+                yield Cell("remedies", "resnet18", "cocod", f"{where} {remedy}", 16, seed, given, "paper")
+
+
+def _iterations(scale: Scale) -> Iterator[Cell]:
+    """Short epochs of a tenth of the data, so that the step at which a loss is reached is known well; a constant rate."""
+    size = [] if scale.name == "full" else [f"task.train_limit={2560 if scale.name == 'small' else 160}"]
+    epochs = 30 if scale.name == "small" else 3
+    size += (
+        [] if scale.name == "full" else [f"schedule.epochs={epochs}", "schedule.warmup_epochs=0", "schedule.decay_epochs=[]"]
+    )
+    for seed in scale.seeds:
+        for variant in ("ssgd", "cocod"):
+            for n in scale.workers:
+                given = [f"algorithm.name={variant}", f"seed={seed}", f"cluster.num_workers={n}", *size]
+                given += [] if scale.name == "full" else ["algorithm.period=5"]
+                arguments = scale.arguments("homogeneous", "resnet18", *given)
+                yield Cell("iterations", "resnet18", variant, "", n, seed, arguments, "paper")
+
+
+def _cluster(model: str) -> str:
+    return "paper" if model == "resnet18" else f"paper_{model}"

@@ -1,0 +1,175 @@
+"""Runs cells, some side by side, each in a process of its own, and keeps one row for each that is done.
+
+A cell that has a row is never run again, so a grid goes on after any interruption. Rows are small enough to be kept with the
+code: what a run's summary says and its evaluations. From them its run folder can be made anew for ``cocod compare``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cocod_accel.config import Config, ConfigError, flattened, save_config
+from cocod_accel.reproduce.grid import Cell
+from cocod_accel.simulator.simulate import configured, title
+
+Row = dict[str, Any]
+#: What of a summary and of an evaluation is kept.
+_SUMMARY = (
+    "steps", "rounds", "best_accuracy", "final_accuracy", "train_seconds", "time_to_accuracy", "comm_bytes",
+    "comm_exposed_seconds", "comm_hidden_seconds", "samples_per_second",
+)  # fmt: skip
+_EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
+#: What changes nothing of what a run learns.
+_FREE_KEYS = (
+    "name",
+    "output",
+    "logging.",
+    "checkpoint.",
+    "task.data_dir",
+    "task.download",
+    "evaluation.targets",
+    "emulate.",
+)
+_POLL_SECONDS = 0.2
+
+
+def read_rows(paths: Iterable[Path]) -> dict[str, Row]:
+    """name of a cell -> its row; a last line that was cut off is left out."""
+    rows: dict[str, Row] = {}
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
+            try:
+                row = json.loads(line)
+                rows[row["name"]] = row
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                if line.endswith("}"):
+                    raise ConfigError(f"{path}: line {number} is no row of a cell; remove it") from error
+    return rows
+
+
+@cache
+def fingerprint(cell: Cell) -> str:
+    """What the row of a cell must have been made with: its configuration where that is not as usual, and its cluster.
+
+    A new key of the configuration, as long as it is not used, makes no old row invalid.
+    """
+    cluster = cell.on()
+    given, usual = (flattened(asdict(config)) for config in (configured(cluster, list(cell.arguments)), Config()))
+    tree = {key: value for key, value in given.items() if value != usual.get(key) and not key.startswith(_FREE_KEYS)}
+    return hashlib.blake2b(json.dumps([tree, title(cluster)], sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def missing(cells: Sequence[Cell], rows: dict[str, Row]) -> list[Cell]:
+    """Cells without a row, or with one of other settings."""
+    return [cell for cell in cells if rows.get(cell.name, {}).get("made_with") != fingerprint(cell)]
+
+
+def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequence[str] = ()) -> None:
+    """Run them ``jobs`` at a time; each that ends is added to ``rows.jsonl`` at once."""
+    waiting, num_done = list(cells), 0
+    running: dict[subprocess.Popen[str], tuple[Cell, Path]] = {}
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    bar = tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                cell = waiting.pop(0)
+                log = logs / f"{cell.name}.log"
+                running[_start(cell, out, log, overrides)] = cell, log
+                bar.set_postfix_str(cell.name)
+            time.sleep(_POLL_SECONDS)
+            for process in [process for process in running if process.poll() is not None]:
+                cell, log = running.pop(process)
+                if process.returncode != 0:
+                    lines = log.read_text(errors="replace").strip().splitlines()
+                    said = lines[-1] if lines else f"exit code {process.returncode}"
+                    raise RuntimeError(f"{cell.name}: {said}; see {log}")
+                log.unlink()
+                num_done += 1
+                bar.update()
+                if bar.disable:
+                    print(f"{num_done} of {len(cells)}: {cell.name}", flush=True)
+    finally:
+        bar.close()
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
+    job = json.dumps({"cell": asdict(cell), "out": str(out), "overrides": list(overrides)})
+    with log.open("w") as complaints:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cocod_accel.reproduce.cell", job],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+# ---------------------------------------------------------------------------------------------- rows and folders
+
+
+def row_of(cell: Cell, folder: Path, failed: str | None = None) -> Row:
+    """What is kept of a run."""
+    row: Row = {"name": cell.name, "made_with": fingerprint(cell), "learns": cell.learns}
+    if failed is not None:
+        return {**row, "failed": failed}
+    summary = json.loads((folder / "summary.json").read_text())
+    row |= {key: _short(summary[key]) for key in _SUMMARY}
+    evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row["evaluations"] = [[_short(e[key]) for key in _EVALUATION] for e in evaluations if e["kind"] == "eval"]
+    return row
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(inner) for key, inner in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def evaluations(row: Row) -> list[dict[str, Any]]:
+    return [dict(zip(_EVALUATION, values, strict=True)) for values in row["evaluations"]]
+
+
+def folder_of(cell: Cell, row: Row, out: Path, overrides: Sequence[str] = ()) -> Path | None:
+    """The run folder of a row, made anew if it is not there; None if the run failed."""
+    folder = out / "runs" / cell.name
+    if "failed" in row:
+        return None
+    if not (folder / "summary.json").is_file():
+        config = configured(cell.on(), [*cell.arguments, *overrides])
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / "config.yaml")
+        rows = [{"kind": "eval", **evaluation, "simulated": True} for evaluation in evaluations(row)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+        summary = {
+            "name": cell.name,
+            "algorithm": config.algorithm.name,
+            "task": config.task.name,
+            "model": config.model.name,
+            "seed": config.seed,
+            "num_workers": cell.num_workers,
+            "proportional": config.cluster.proportional,
+            "clock": config.clock,
+            "emulated": config.emulated,
+            "epochs": config.schedule.epochs,
+            **{key: row[key] for key in _SUMMARY},
+        }
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return folder

@@ -1,0 +1,186 @@
+"""The paper's grid: its cells, resumption, figures computed by hand, and the real command on the embedded default."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cocod_accel.config import ConfigError, load_config
+from cocod_accel.reproduce.grid import MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
+from cocod_accel.reproduce.running import fingerprint, missing, read_rows
+from cocod_accel.reproduce.tables import Grid, Interval, common_loss, report, skew_table, steps_to, time_claims
+from cocod_accel.simulator.simulate import configured
+from cocod_accel.tasks import build_model, task_facts
+from cocod_accel.work import Work
+from tests.test_trainer import command
+
+
+@pytest.mark.parametrize("scale", ["smoke", "small", "full"])
+def test_every_cell_is_a_configuration_that_can_be_planned(scale: str) -> None:
+    found = cells(scale_of(scale))
+    assert len({cell.name for cell in found}) == len(found)
+    for cell in found:
+        config = configured(cell.on(), list(cell.arguments))
+        assert config.seed == cell.seed
+        assert config.algorithm.name == cell.variant.removesuffix("_ps")
+        if scale == "small" and cell.learns:
+            Work.of(config, task_facts(config).num_train, 0)
+
+
+def test_the_full_grid_is_the_papers() -> None:
+    """Section 5: batches, rates, schedule and period of both environments."""
+    full = {cell.name: cell for cell in cells(scale_of("full"))}
+    for name, batches, rate in (
+        ("heterogeneous-resnet18-cocod-n16-seed0", [32] * 8 + [64] * 8, 0.24),
+        ("heterogeneous-vgg16-ssgd-n16-seed0", [32] * 16, 0.16),
+        ("homogeneous-vgg16-local-n16-seed2", [32] * 16, 0.16),
+    ):
+        config = load_config(list(full[name].arguments))
+        work = Work.of(config, task_facts(config).num_train, 0)
+        assert list(work.plan.batches) == batches
+        assert work.learning_rate(config, 50.0) == pytest.approx(rate)
+        assert work.learning_rate(config, 80.0) == pytest.approx(rate / 10)
+        assert config.period_by_epoch == [(0, 1), (10, 5)]
+        assert config.schedule.epochs == 120
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_virtual_clock_has_the_papers_payload(model: str) -> None:
+    config = load_config(["configs/homogeneous_16gpu.yaml", f"configs/tasks/cifar10_{model}.yaml"])
+    built = build_model(config, task_facts(config))
+    assert sum(p.numel() * 4 for p in built.parameters()) == PAYLOAD_BYTES[model]
+    cell = next(cell for cell in cells(scale_of("small")) if cell.model == model)
+    cluster = cell.on()
+    assert cluster.payload_bytes == PAYLOAD_BYTES[model]
+    assert cluster.batch_size == 32
+
+
+# --------------------------------------------------------------------------------------------------- figures
+
+
+def cell(part: str, variant: str, seed: int = 0, setting: str = "", model: str = "resnet18", n: int = 16) -> Cell:
+    return Cell(part, model, variant, setting, n, seed, (), "paper")
+
+
+def row(accuracy: float, seconds: float = 1.0, evaluations: Any = ()) -> dict[str, Any]:
+    return {"best_accuracy": accuracy, "train_seconds": seconds, "evaluations": list(evaluations)}
+
+
+def grid_of(*pairs: tuple[Cell, dict[str, Any]]) -> Grid:
+    return Grid([c for c, _ in pairs], {c.name: r for c, r in pairs})
+
+
+def test_paired_intervals_by_hand() -> None:
+    # Differences 1, 2, 3: mean 2, standard deviation 1, t(2) = 4.303.
+    interval = Interval.of({0: 11.0, 1: 12.0, 2: 13.0, 7: 99.0}, {0: 10.0, 1: 10.0, 2: 10.0})
+    assert interval is not None
+    assert (interval.mean, interval.n) == (2.0, 3)
+    assert interval.high - interval.mean == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
+    assert interval.verdict == "excludes a loss of more than 1.5 points"
+    assert Interval(-1.0, -2.0, 0.0, 3).verdict == "undecided"
+    assert Interval(-3.0, -4.0, -2.0, 3).verdict == "a loss of more than 1.5 points"
+    assert Interval.of({0: 1.0}, {0: 2.0}) is None
+
+
+def test_an_order_that_is_not_the_papers_is_said() -> None:
+    times = {"ssgd": 4.0, "pipe": 3.0, "local": 2.0, "cocod": 1.0}
+    grid = grid_of(*((cell("homogeneous", name), row(0.5, seconds)) for name, seconds in times.items()))
+    assert time_claims(grid, "homogeneous", "resnet18")[0].endswith("as in the paper")
+    grid = grid_of(*((cell("homogeneous", name), row(0.5, 5 - seconds)) for name, seconds in times.items()))
+    assert "NOT the paper's" in time_claims(grid, "homogeneous", "resnet18")[0]
+    grid = grid_of(*((cell("heterogeneous", name), row(0.5, s)) for name, s in (("ssgd", 2.0), ("ssgd_ps", 3.0))))
+    assert "does NOT help S-SGD" in time_claims(grid, "heterogeneous", "resnet18")[0]
+
+
+def test_a_run_that_diverged_is_no_accuracy() -> None:
+    grid = grid_of(
+        (cell("skew", "ssgd", 0, "alpha=0.1"), row(0.6)),
+        (cell("skew", "cocod", 0, "alpha=0.1 k=5"), row(0.5)),
+        (cell("skew", "cocod", 1, "alpha=0.1 k=5"), {"failed": "worker 3: the loss is not finite"}),
+        (cell("skew", "cocod", 0, "alpha=0.1 k=24"), {"failed": "worker 3: the loss is not finite"}),
+    )
+    line = skew_table(grid).splitlines()[-1]
+    assert line.split() == ["alpha=0.1", "2", "60.00", "50.00", "(1", "of", "2", "diverged)", "diverged"]
+    assert "4 of 4 cells" in report(grid)
+
+
+def test_steps_to_a_loss_that_all_reach() -> None:
+    def curve(*losses: float) -> list[list[float]]:
+        return [[i + 1, 10 * (i + 1), 0.5, 1.0, loss, 1.0] for i, loss in enumerate(losses)]
+
+    slow, fast = row(0.5, 1.0, curve(2.0, 1.504, 1.6)), row(0.5, 1.0, curve(1.7, 1.3, 1.2))
+    grid = grid_of((cell("iterations", "ssgd", n=1), slow), (cell("iterations", "ssgd", n=2), fast))
+    assert common_loss(grid) == 1.51
+    assert (steps_to(slow, 1.51), steps_to(fast, 1.51)) == (20, 20)
+    assert steps_to(fast, 1.7) == 10
+
+
+# --------------------------------------------------------------------------------------------------- running
+
+
+def test_a_cell_with_a_row_of_the_same_settings_is_done(tmp_path: Path) -> None:
+    todo = cells(scale_of("smoke"), ["homogeneous"])
+    rows = [{"name": c.name, "made_with": fingerprint(c)} for c in todo[:3]]
+    rows[2]["made_with"] += " other"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"name": "cut off')
+    assert missing(todo, read_rows([file, tmp_path / "none.jsonl"])) == todo[2:]
+    file.write_text('{"no": "row"}\n')
+    with pytest.raises(ConfigError, match="line 1 is no row"):
+        read_rows([file])
+
+
+@pytest.mark.timeout(300)
+def test_the_smoke_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
+    out = tmp_path / "smoke"
+    options = ["--scale", "smoke", "--only", "homogeneous,iterations,scaling", "--out", str(out)]
+    planned = command("cocod", "reproduce", *options, "--dry-run", seconds=60)
+    assert planned.returncode == 0, planned.stderr
+    total = int(planned.stdout.split()[-6])
+    done = command("cocod", "reproduce", *options, seconds=240)
+    assert done.returncode == 0, done.stderr
+    assert f"{total} of {total} cells; seconds are virtual" in done.stdout
+    assert "Table 1: equal workers" in done.stdout
+    assert "time order CoCoD-SGD < Local-SGD < Pipe-SGD < S-SGD: as in the paper" in done.stdout
+    for name in ("tables.txt", "iterations.png", "homogeneous-resnet18/report.html", "scaling-vgg16/report.html"):
+        assert (out / name).is_file(), name
+    # Nothing is run again; and rows alone, elsewhere, give the same tables and figures.
+    again = command(
+        "cocod", "reproduce", *options, "--rows", str(out / "rows.jsonl"), "--out", str(tmp_path / "b"), seconds=100
+    )
+    assert again.returncode == 0, again.stderr
+    assert "to run" not in again.stdout
+    assert (tmp_path / "b" / "tables.txt").read_text() == (out / "tables.txt").read_text()
+    for name in ("results.csv", "runs.csv"):
+        first, second = ((folder / "homogeneous-vgg16" / name).read_text() for folder in (out, tmp_path / "b"))
+        assert first.splitlines()[0] == second.splitlines()[0]
+        assert len(first.splitlines()) == len(second.splitlines())
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--scale", "huge"], "--scale=huge"),
+        (["--only", "nothing"], "--only=nothing"),
+        (["--jobs", "0", "--scale", "smoke"], "--jobs=0: must be at least 1"),
+        (["--rows", str(tmp_path / "no.jsonl")], "no such file"),
+        (["--scale", "full"], "needs 16 GPUs"),
+        (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "holds no row of these cells"),
+        (["configs/quickstart.yaml"], "not a key=value override"),
+        (["task.data_dir=nowhere", "--out", str(tmp_path / "p")], "task.data_dir=nowhere"),
+    ):
+        refused = command("cocod", "reproduce", *arguments, seconds=60)
+        assert refused.returncode == 2, (arguments, refused.stdout, refused.stderr)
+        assert said in refused.stderr, refused.stderr
+        assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
+
+
+def test_the_full_grid_prints_its_commands() -> None:
+    done = command("cocod", "reproduce", "--scale", "full", "--only", "homogeneous", "--dry-run", seconds=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 24
+    assert all("accelerate launch" in line and "cocod_accel.train" in line for line in lines)
