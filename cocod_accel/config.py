@@ -80,8 +80,8 @@ class AlgorithmConfig:
     payload: str = "fp32"
     #: Parts that a model is sent in, one after the other in a round of cocod; at most the shortest period.
     fragments: int = 1
-    #: For long rounds and workers whose data differ: how far a merge of cocod pulls a worker back towards the mean. 0: not at
-    #: all; below 1.
+    #: For long rounds and workers whose data differ: how far a merge of cocod pulls a worker back towards the mean. 0: not
+    #: at all; below 1.
     pull_back: float = 0.0
     #: For the same: the momentum with which the mean moves (local, cocod, asynlocal). 0: none; below 1.
     outer_momentum: float = 0.0
