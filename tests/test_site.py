@@ -249,7 +249,7 @@ def test_quoted_messages_are_said_by_the_code() -> None:
         said |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     everything = "\n".join(re.sub(r"%[sd]", "\n", text) for text in said)
     blocks = re.findall(r"^```text\n(.*?)^```", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 10
+    assert len(blocks) >= 10
     for line in [line for block in blocks for line in block.splitlines()]:
         for piece in re.split("…|; |: ", line):  # a line may be put together of several
             assert piece.strip() in everything, f"nobody says {piece!r}, quoted in: {line}"
