@@ -1,11 +1,12 @@
 # make quickstart: set up .venv on first use, train the embedded default with S-SGD and CoCoD-SGD, compare.
 # make test:       set up .venv on first use, then lint, type-check and run the tests.
+# make docs:       the documentation site, into site/; open site/index.html.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint bench bench-core bench-mixed bench-plan clean
+.PHONY: quickstart test lint docs bench bench-core bench-mixed bench-plan clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -23,6 +24,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 # Every contender on slow links, for real; takes root for the network lab, and about 40 minutes of an idle machine.
 bench: $(READY)
@@ -46,4 +50,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,7 +23,9 @@ TOPOLOGIES = ("ring", "tree", "hierarchical")
 class WorkerGroup:
     """Workers that are alike; ranks count through the groups in their order."""
 
+    #: What they are called in tables.
     name: str = "worker"
+    #: How many of them there are.
     count: int = 1
     #: Steps of the same batch in the same time, relative to the worker that ``step_seconds`` is of.
     speed: float = 1.0
@@ -43,6 +45,9 @@ class Stragglers:
 
 @dataclass
 class Wire:
+    """A link."""
+
+    #: Before a message's first byte, in microseconds.
     latency_us: float = 0.0
     #: What arrives (goodput), not what the cable is sold as.
     bandwidth_gbit: float = 1.0
@@ -62,11 +67,13 @@ class Wire:
 class Network:
     """What an all-reduce takes."""
 
-    #: Between nodes; one node's link, which its workers share. With one worker a node that is the worker's.
+    #: Between nodes, in microseconds.
     latency_us: float = 10.0
+    #: Goodput of one node's link, which its workers share. With one worker a node that is the worker's.
     bandwidth_gbit: float = 10.0
     #: ring, tree or hierarchical (inside nodes over ``inner``, a ring between them).
     topology: str = "ring"
+    #: Workers that share a node's link, next to each other in rank.
     workers_per_node: int = 1
     #: Inside a node; null: as between nodes.
     inner: Wire | None = None
@@ -80,13 +87,17 @@ class Network:
 class Cluster:
     """A cluster; every time in it is of one step or of one all-reduce."""
 
+    #: What the cluster is called in tables and run folders.
     name: str = "cluster"
+    #: A line about it.
     description: str = ""
     #: A step of a worker of speed 1 with a batch of ``batch_size``, without any communication.
     step_seconds: float = 0.1
+    #: The batch that ``step_seconds`` was measured with.
     batch_size: int = 32
     #: The part of ``step_seconds`` that a smaller batch does not shrink.
     fixed_seconds: float = 0.0
+    #: Groups of workers that are alike.
     workers: list[WorkerGroup] = field(default_factory=lambda: [WorkerGroup(count=2)])
     stragglers: Stragglers = field(default_factory=Stragglers)
     network: Network = field(default_factory=Network)

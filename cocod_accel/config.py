@@ -47,8 +47,9 @@ class TaskConfig:
     #: Label-skewed shards: every worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller, the
     #: fewer classes a worker has; 0.1 gives most workers two or three. null: all shards alike.
     label_skew: float | None = None
-    #: Use only the first samples, for smoke tests.
+    #: Use only the first training samples, for smoke tests.
     train_limit: int | None = None
+    #: Use only the first test samples.
     test_limit: int | None = None
     #: Keyword arguments of a `module:callable`, or of the synthetic task.
     args: dict[str, Any] = field(default_factory=dict)
@@ -56,6 +57,8 @@ class TaskConfig:
 
 @dataclass
 class ModelConfig:
+    """What is trained."""
+
     #: A name from `cocod list`, or `module:callable` that returns a torch.nn.Module.
     name: str = "small_resnet"
     #: Keyword arguments of a `module:callable`.
@@ -64,6 +67,8 @@ class ModelConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """How workers keep together."""
+
     #: ssgd, pipe, local, cocod or asynlocal.
     name: str = "cocod"
     #: Steps a round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]], or (local, cocod) `auto`: as many as
@@ -75,37 +80,49 @@ class AlgorithmConfig:
     payload: str = "fp32"
     #: Parts that a model is sent in, one after the other in a round of cocod; at most the shortest period.
     fragments: int = 1
-    #: For long rounds and workers whose data differ: how far a merge of cocod pulls a worker back towards the mean, and the
-    #: momentum with which the mean moves (local, cocod, asynlocal). 0: not at all; below 1.
+    #: For long rounds and workers whose data differ: how far a merge of cocod pulls a worker back towards the mean. 0: not
+    #: at all; below 1.
     pull_back: float = 0.0
+    #: For the same: the momentum with which the mean moves (local, cocod, asynlocal). 0: none; below 1.
     outer_momentum: float = 0.0
 
 
 @dataclass
 class OptimizerConfig:
+    """What a worker steps with."""
+
     #: sgd, adam or adamw.
     name: str = "sgd"
     #: The rate of one worker with the base batch; scaled up for all workers together as in Remark 4 of the paper.
     learning_rate: float = 0.01
+    #: false: every worker steps with learning_rate as it is.
     scale_learning_rate: bool = True
     #: Of sgd.
     momentum: float = 0.9
+    #: L2 penalty; adamw decays weights instead.
     weight_decay: float = 1e-4
+    #: Nesterov's momentum, of sgd.
     nesterov: bool = False
 
 
 @dataclass
 class ScheduleConfig:
+    """How long to train, and with which rates."""
+
+    #: Passes over the training set.
     epochs: int = 8
     #: Epochs over which the rate grows, step by step, from the base to the scaled one.
     warmup_epochs: float = 1.0
     #: The rate is multiplied by decay_factor at the beginning of these epochs, counted from 0.
     decay_epochs: list[int] = field(default_factory=list)
+    #: What the rate is multiplied by there.
     decay_factor: float = 0.1
 
 
 @dataclass
 class ClusterConfig:
+    """Who trains: how many workers, how fast they are, who gets which batches."""
+
     #: How many workers are meant. The run refuses to start if another number is there.
     num_workers: int = 2
     #: Relative speeds, one per worker; `measure`: found before training; a speeds.json: those of that run; null: all alike.
@@ -125,15 +142,19 @@ class ClusterConfig:
     replan_epochs: int | None = None
     #: cpu, or auto for whatever accelerate finds.
     device: str = "auto"
-    #: After how long a worker that has died, or answers no more, ends the run on all others.
+    #: After a connection broke, how long to wait for word of who died.
     dead_seconds: float = 30.0
+    #: How long a worker may be silent before it counts as frozen and ends the run on all others.
     frozen_seconds: float = 120.0
 
 
 @dataclass
 class LinkConfig:
-    #: null: the bandwidth that is there.
+    """A link between neighbours in a ring."""
+
+    #: Goodput in Mbit/s; null: the bandwidth that is there.
     bandwidth_mbit: float | None = None
+    #: Of every message of the ring.
     latency_ms: float = 0.0
 
 
@@ -151,7 +172,11 @@ class EmulateConfig:
 
 @dataclass
 class EvaluationConfig:
+    """When the averaged model is tested, and against which accuracies."""
+
+    #: Evaluate after every so many epochs; the last one always.
     every_epochs: int = 1
+    #: Of test images, on every worker.
     batch_size: int = 250
     #: Accuracies whose first reaching is reported as time to accuracy.
     targets: list[float] = field(default_factory=lambda: [0.7, 0.75, 0.8, 0.85])
@@ -161,8 +186,11 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When all workers save where they are, besides the beginning; SIGUSR1 and SIGTERM to any of them ask for it too."""
 
+    #: Save every so many steps; null: not by steps.
     every_steps: int | None = None
+    #: Save every so many epochs; null: not by epochs.
     every_epochs: int | None = 1
+    #: Save every so many minutes; null: not by time.
     every_minutes: float | None = None
     #: How many checkpoints to keep.
     keep: int = 2
@@ -172,12 +200,15 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
+    """What is written down, and where to."""
+
     #: A row of training metrics every so many steps.
     every_steps: int = 20
     #: Any of wandb, tensorboard; or none.
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     #: online, offline or disabled.
     wandb_mode: str = "offline"
+    #: wandb's project.
     project: str = "cocod_accel"
     #: Runs of one comparison share a group.
     group: str | None = None
@@ -193,6 +224,7 @@ class Config:
     name: str | None = None
     #: Folder in which the run folder is made.
     output: str = "runs"
+    #: Of the model, the shuffling and everything else that is drawn.
     seed: int = 0
     #: The batch of one worker (the slowest one, if proportional).
     batch_size: int = 32

@@ -10,7 +10,7 @@ from cocod_accel.algorithms.base import Algorithm
 class LocalSGD(Algorithm):
     """Local SGD (Stich 2018): after every k local steps, blocking, floating buffers included::
 
-    x_i <- sum_j w_j x_j
+        x_i <- sum_j w_j x_j
 
     With ``optimizer_state="average"`` momentum and other optimizer state of a parameter's shape is averaged with it. With
     ``outer_momentum=beta`` workers take x_i <- z, which follows the means with that momentum (:mod:`cocod_accel.anchor`).

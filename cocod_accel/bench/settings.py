@@ -21,11 +21,13 @@ class StepSettings:
 
     #: Links, each as the time of one payload over the time of one step without communication (r_1).
     ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
+    #: Who is timed: names of `cocod_accel/bench/contenders.py`.
     contenders: list[str] = field(default_factory=lambda: list(_EVERYBODY))
     #: Larger than for accuracy: a step must be long beside what the machine's own noise is.
     batch_size: int = 128
     #: Of a block on the clock; a multiple of the period.
     steps: int = 10
+    #: Blocks of every contender on every link.
     repeats: int = 5
     #: Links that are emulated once more, to see whether the emulation agrees.
     emulated_ratios: list[float] = field(default_factory=lambda: [1.0, 3.0, 6.0])
@@ -35,6 +37,7 @@ class StepSettings:
 class AccuracySettings:
     """Time to a target accuracy."""
 
+    #: Links, as above.
     ratios: list[float] = field(default_factory=lambda: [2.0, 3.0])
     #: Those that are compared most come one after the other, as a machine's speed drifts. What trains alike is left out:
     #: ssgd is DDP, and among equal workers asynlocal is local.
@@ -52,7 +55,9 @@ class AccuracySettings:
             "torchft_diloco",
         ]
     )
+    #: The accuracy that is to be reached.
     target: float = 0.8
+    #: Runs of every contender on every link.
     num_seeds: int = 5
     #: Evaluations an epoch.
     looks: int = 4
@@ -60,8 +65,11 @@ class AccuracySettings:
 
 @dataclass
 class BenchSettings:
+    """One benchmark."""
+
     #: What is trained.
     config: str = "configs/quickstart.yaml"
+    #: Each is a host of the network lab.
     num_workers: int = 2
     #: Steps a round.
     period: int = 5
