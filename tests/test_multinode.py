@@ -57,7 +57,8 @@ def torchrun(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
 
 
 def accelerate(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
-    line = ["accelerate", "launch", "--config_file", "configs/accelerate/cpu_2_nodes.yaml", "--main_process_ip", lab.address(0)]
+    line = ["accelerate", "launch", "--config_file", "configs/accelerate/cpu_2_nodes.yaml"]
+    line += ["--main_process_ip", lab.address(0)]
     ranked = [[*line, "--machine_rank", str(node), "-m", "cocod_accel.train", *arguments] for node in (0, 1)]
     return on_both(lab, ranked, [{}, {}])
 

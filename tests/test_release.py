@@ -22,7 +22,7 @@ from cocod_accel.report import read_summary
 from tests.test_trainer import BIN, ROOT, TINY
 
 VERSION = cocod_accel.__version__
-LEFT_OUT = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "runs", "data", "wandb")
+LEFT_OUT = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "dist", "runs", "data", "wandb")
 
 
 def run(*line: str, cwd: Path, seconds: float = 100) -> str:
@@ -66,15 +66,16 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_are_named_after_the_one_version(built: Built) -> None:
     assert built.wheel.name == f"cocod_accel-{VERSION}-py3-none-any.whl"
     assert built.sdist.name == f"cocod_accel-{VERSION}.tar.gz"
-    places = [path for path in (ROOT / "pyproject.toml", ROOT / "CITATION.cff") if re.search(r"^version\s*[:=] *\"?\d", path.read_text(), re.M)]
-    assert not places, "the version stands in cocod_accel/__init__.py alone"
+    for name in ("pyproject.toml", "CITATION.cff"):
+        said = re.search(r"^version\s*[:=] *\"?\d", (ROOT / name).read_text(), re.MULTILINE)
+        assert said is None, "the version stands in cocod_accel/__init__.py alone"
 
 
 def test_the_wheel_holds_every_module_its_data_and_the_profiles_and_nothing_else(built: Built) -> None:
     kinds = {".py", ".typed", ".npz", ".LICENSE", ".js", ".css", ".html"}
-    package = {str(p.relative_to(ROOT)) for p in (ROOT / "cocod_accel").rglob("*") if p.suffix in kinds or p.name in kinds}
-    package.add("cocod_accel/py.typed")
-    profiles = {f"cocod_accel/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".json")}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "cocod_accel").rglob("*") if path.suffix in kinds}
+    given = [path for path in (ROOT / "configs").rglob("*") if path.suffix in (".yaml", ".json")]
+    profiles = {f"cocod_accel/{path.relative_to(ROOT)}" for path in given}
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == package | profiles
@@ -83,7 +84,7 @@ def test_the_wheel_holds_every_module_its_data_and_the_profiles_and_nothing_else
 def test_the_sdist_holds_what_a_wheel_is_made_of(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "configs/quickstart.yaml", "cocod_accel/attach.py"}
+    assert names >= {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "configs/quickstart.yaml"}
     assert not [name for name in names if name.startswith("tests")]
 
 
