@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ QUICKSTART = [
     "configs/quickstart.yaml", "schedule.epochs=1", "schedule.decay_epochs=[]", "algorithm.period=3", "task.train_limit=512",
     "task.test_limit=256", "cluster.num_workers=2", "cluster.device=cpu", "logging.trackers=[]",
 ]  # fmt: skip
+
+
+Start = Callable[[Lab, list[str]], list[subprocess.Popen[Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -83,29 +87,42 @@ def pods(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
     return on_both(lab, [line, line], [{**common, "PET_NODE_RANK": str(node), "RANK": str(node)} for node in (0, 1)])
 
 
+@dataclass(frozen=True)
+class Trained:
+    folder: Path
+    said: list[str]
+
+
+def trained(start: Start, lab: Lab, folder: Path) -> Trained:
+    processes = start(lab, [*QUICKSTART, f"output={folder}", "name=run"])
+    said = texts(processes, 150)
+    assert [process.returncode for process in processes] == [0, 0], said
+    return Trained(folder, said)
+
+
 @pytest.fixture(scope="module")
-def digest(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the same run on one machine."""
-    folder = tmp_path_factory.mktemp("alone")
-    line = [str(BIN / "cocod"), "train", *QUICKSTART, f"output={folder}", "name=run"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, timeout=100, check=True)
-    return str(read_summary(folder / "run")["model_digest"])
+def first(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained(torchrun, lab, tmp_path_factory.mktemp("torchrun"))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("start", [torchrun, accelerate, deepspeed, pods])
-def test_two_nodes_train_as_one_machine_does(start: Any, lab: Lab, digest: str, tmp_path: Path) -> None:
-    processes = start(lab, [*QUICKSTART, f"output={tmp_path}", "name=run"])
-    said = texts(processes, 150)
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["run"], "both write into one folder"
-    summary = read_summary(tmp_path / "run")  # the trainer refuses to write it if the workers' models differ
+def test_two_nodes_train_one_model_into_one_folder(first: Trained) -> None:
+    assert [path.parent.name for path in first.folder.glob("*/summary.json")] == ["run"]
+    summary = read_summary(first.folder / "run")  # the trainer refuses to write it if the workers' models differ
     assert (summary["num_workers"], summary["steps"]) == (2, 8)
-    assert summary["model_digest"] == digest
-    assert sorted(path.name for path in (tmp_path / "run" / "spans").iterdir()) == ["rank_0.jsonl", "rank_1.jsonl"]
-    assert "accuracy" in said[0]
-    assert "accuracy" not in said[1], "one of them speaks"
+    assert sorted(path.name for path in (first.folder / "run" / "spans").iterdir()) == ["rank_0.jsonl", "rank_1.jsonl"]
+    assert "accuracy" in first.said[0]
+    assert "accuracy" not in first.said[1], "one of them speaks"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("start", [accelerate, deepspeed, pods])
+def test_however_they_are_started_it_is_the_same_model(start: Start, lab: Lab, first: Trained, tmp_path: Path) -> None:
+    trained(start, lab, tmp_path)
+    expected, found = read_summary(first.folder / "run"), read_summary(tmp_path / "run")
+    assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["run"]
+    for key in ("model_digest", "final_accuracy", "steps", "num_workers", "comm_bytes"):
+        assert found[key] == expected[key], key
 
 
 @pytest.mark.timeout(240)

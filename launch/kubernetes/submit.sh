@@ -28,6 +28,7 @@ for argument in "$@"; do
     argument=${argument//\\/\\\\}
     ARGUMENTS+="${ARGUMENTS:+, }\"${argument//\"/\\\"}\""
 done
+# shellcheck disable=SC2034  # by name, below
 JOB=${JOB:-cocod} IFNAME=${IFNAME:-eth0} OTHERS=$((NNODES - 1))
 text=$(<"$manifest")
 for name in ARGUMENTS CLAIM IFNAME IMAGE JOB NNODES NPROC_PER_NODE OTHERS; do
