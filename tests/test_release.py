@@ -122,7 +122,8 @@ def test_a_model_is_trained_and_a_page_written_without_a_checkout(installed: Pat
 
 
 def test_the_citation_is_whole() -> None:
-    cited = OmegaConf.load(ROOT / "CITATION.cff")
+    cited = OmegaConf.to_container(OmegaConf.load(ROOT / "CITATION.cff"))
+    assert isinstance(cited, dict)
     assert cited["cff-version"] == "1.2.0"
     assert cited["license"] == "Apache-2.0"
     assert [author["name"] for author in cited["authors"]] == ["The cocod_accel developers"]
