@@ -9,13 +9,16 @@ import shlex
 import sys
 from pathlib import Path
 
+from cocod_accel import __version__
 from cocod_accel.config import ConfigError
+from cocod_accel.strict import found, profiles
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="cocod", description="Train on many workers without waiting for the network or for the slowest machine."
     )
+    parser.add_argument("--version", action="version", version=f"cocod {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from YAML files: prints the accelerate launch line and runs it")
@@ -126,7 +129,7 @@ def _train(options: argparse.Namespace) -> int:
     use_gpu = False if config.cluster.device == "cpu" else None
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts={options.max_restarts}: must be at least 0")
-    given = options.accelerate_config
+    given = None if options.accelerate_config is None else found(options.accelerate_config)
     if given is not None and not given.is_file():
         raise ConfigError(f"--accelerate-config={given}: no such file; see configs/accelerate")
     command = runtime.launch_command(config.cluster.num_workers, arguments, use_gpu, options.max_restarts, given)
@@ -267,7 +270,7 @@ def _measure(options: argparse.Namespace) -> int:
         raise ConfigError(f"--save={options.save}: its folder is not there; make it first")
     if not 0 < options.seconds <= 3600:
         raise ConfigError(f"--seconds={options.seconds:g}: must be positive, and an hour at most")
-    given = options.accelerate_config
+    given = None if options.accelerate_config is None else found(options.accelerate_config)
     if given is not None and not given.is_file():
         raise ConfigError(f"--accelerate-config={given}: no such file; see configs/accelerate")
     arguments = list(options.configs)
@@ -331,11 +334,11 @@ def _list(options: argparse.Namespace) -> int:
         for name, text in rows.items():
             print(f"  {name:14s} {text}")
     print("profiles:")
-    root = Path(__file__).parents[1] / "configs"
+    root = profiles()
     folders = ("", "tasks/", "variants/", "cluster/", "reproduce/")
     for path in [path for folder in folders for path in sorted(root.glob(f"{folder}*.yaml"))]:
         comment = path.read_text().splitlines()[0].lstrip("# ").rstrip(".")
-        print(f"  {os.path.relpath(path):40s} {comment}")
+        print(f"  {Path('configs') / path.relative_to(root)!s:40s} {comment}")
     return 0
 
 

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from cocod_accel.config import Config, ConfigError
 from cocod_accel.engine import check_settings, prepare_for_cpu
+from cocod_accel.strict import found, profiles
 
 #: A worker that waits longer than this for the others gives up.
 _TIMEOUT = timedelta(minutes=10)
@@ -59,11 +60,11 @@ def without_launcher_arguments(arguments: list[str]) -> list[str]:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         elif name == "--deepspeed_config":
             file = value if has_value else next(rest, "")
-            if not Path(file).is_file():
+            if not found(file).is_file():
                 raise ConfigError(
                     f"--deepspeed_config={file}: no such file; give a JSON file such as configs/deepspeed/stage0.json"
                 )
-            os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=file)
+            os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(found(file)))
         else:
             left.append(argument)
     if uses_deepspeed() and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
@@ -85,7 +86,7 @@ def _local_workers() -> int:
 def accelerate_config(num_workers: int, use_gpu: bool) -> Path:
     """The accelerate configuration in ``configs/accelerate`` for one machine."""
     name = "gpu_8" if use_gpu else "cpu_16" if num_workers > 2 else "cpu_2"
-    return Path(__file__).parents[1] / "configs" / "accelerate" / f"{name}.yaml"
+    return profiles() / "accelerate" / f"{name}.yaml"
 
 
 def launch_command(
@@ -100,16 +101,7 @@ def launch_command(
     gpu = torch.cuda.device_count() >= num_workers if use_gpu is None else use_gpu
     config = config_file or accelerate_config(num_workers, gpu)
     shown = os.path.relpath(config)
-    if config.is_file():
-        options = [
-            "--config_file",
-            shown if not shown.startswith("..") else str(config),
-            "--num_processes",
-            str(num_workers),
-        ]
-    else:  # installed without the repository: the same as flags. --multi_gpu starts several processes on CPUs too
-        options = ["--multi_gpu", "--num_processes", str(num_workers), "--num_machines", "1", "--main_process_port", "0"]
-        options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    options = ["--config_file", str(config) if shown.startswith("..") else shown, "--num_processes", str(num_workers)]
     if max_restarts:
         options += ["--max_restarts", str(max_restarts), "--monitor_interval", "0.5"]
     return ["accelerate", "launch", *options, "-m", module, *arguments]

@@ -16,12 +16,26 @@ class ConfigError(ValueError):
     """Something is wrong with the configuration; the message is one line with the key, the value and the fix."""
 
 
+def profiles() -> Path:
+    """The configurations that come with the package: inside it where it is installed, beside it in a checkout."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parents[1] / "configs"
+
+
+def found(file: str | Path) -> Path:
+    """Where a file is; ``configs/...`` is the package's own where there is none of that name here."""
+    path = Path(file)
+    if path.is_file() or path.parts[:1] != ("configs",):
+        return path
+    return profiles().joinpath(*path.parts[1:])
+
+
 def read_yaml(file: str | Path) -> DictConfig:
     """What a YAML file holds."""
-    path = Path(file)
+    path = found(file)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "give a YAML file, or key=value"
+        hint = f"did you mean {Path(file).parent / near[0]}?" if near else "give a YAML file, or key=value"
         raise ConfigError(f"{file}: no such file; {hint}")
     try:
         tree = OmegaConf.load(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -11,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cocod_accel.bench.contenders import CONTENDERS
 from cocod_accel.config import ConfigError, load_config
+from cocod_accel.strict import found
 
 _EVERYBODY = list(CONTENDERS)
 
@@ -82,9 +82,9 @@ def load_settings(arguments: list[str]) -> BenchSettings:
     tree: Any = OmegaConf.structured(BenchSettings)
     try:
         for argument in arguments:
-            if "=" not in argument and not Path(argument).is_file():
+            if "=" not in argument and not found(argument).is_file():
                 raise ConfigError(f"{argument}: no such file; give a YAML file, e.g. configs/bench/links.yaml, or key=value")
-            given = OmegaConf.from_dotlist([argument]) if "=" in argument else OmegaConf.load(argument)
+            given = OmegaConf.from_dotlist([argument]) if "=" in argument else OmegaConf.load(found(argument))
             tree = OmegaConf.merge(tree, given)
         settings = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:

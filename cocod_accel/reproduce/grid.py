@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from cocod_accel.cluster import Cluster, load_cluster
 from cocod_accel.config import ConfigError, load_config
-from cocod_accel.strict import require_choice
+from cocod_accel.strict import profiles, require_choice
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = profiles()
 PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations")
 SCALES = ("smoke", "small", "full")
 

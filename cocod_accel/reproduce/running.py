@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,8 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequenc
     running: dict[subprocess.Popen[str], tuple[Cell, Path]] = {}
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    # Asked to end, it ends its cells first.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     bar = tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     try:
         while waiting or running:
@@ -104,6 +107,7 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequenc
                     print(f"{num_done} of {len(cells)}: {cell.name}", flush=True)
     finally:
         bar.close()
+        signal.signal(signal.SIGTERM, before)
         for process in running:
             process.kill()
             process.wait()

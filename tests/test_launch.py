@@ -1,0 +1,353 @@
+"""The launchers in launch/: what they would start, what they refuse, and Slurm's requeue with two real workers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from cocod_accel.config import load_config
+from cocod_accel.report import read_summary
+from tests.test_faults import workers_of
+from tests.test_trainer import BIN, ROOT, TINY
+
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(path for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch"))
+CONFIG = "configs/quickstart.yaml"
+
+
+def launch(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a launcher in the repository's folder, with nothing in its environment that it might take for a setting."""
+    known = {"HOME": os.environ.get("HOME", "/"), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    line, environment = ["bash", f"launch/{script}", *arguments], {**known, **variables}
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=False)
+
+
+# ------------------------------------------------------------------------------------------------- dry runs
+
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+HOSTS = {"HOSTFILE": "launch/hostfile.example"}
+PODS = {"IMAGE": "my/image:1", "NNODES": "4", "NPROC_PER_NODE": "2", "CLAIM": "runs"}
+DRY_RUNS: list[tuple[str, dict[str, str], str]] = [
+    (
+        "torchrun_multinode.sh",
+        NODES,
+        "torchrun --nnodes 2 --node_rank 1 --nproc_per_node auto --master_addr 10.0.0.1 --master_port 29500 "
+        "--shutdown_timeout 120 -m cocod_accel.train configs/quickstart.yaml seed=1",
+    ),
+    (
+        "torchrun_multinode.sh",
+        {**NODES, "NPROC_PER_NODE": "1", "MASTER_PORT": "4000", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"},
+        "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=ib0 torchrun --nnodes 2 --node_rank 1 --nproc_per_node 1 --master_addr "
+        "10.0.0.1 --master_port 4000 --shutdown_timeout 120 -m cocod_accel.train configs/quickstart.yaml seed=1",
+    ),
+    ("slurm.sbatch", {}, "srun bash launch/slurm_worker.sh configs/quickstart.yaml seed=1"),
+    (
+        "slurm_heterogeneous.sbatch",
+        {"SLURM_HET_SIZE": "2"},
+        "srun --het-group=0-1 bash launch/slurm_worker.sh configs/quickstart.yaml seed=1",
+    ),
+    (
+        "deepspeed_hostfile.sh",
+        HOSTS,
+        "deepspeed --hostfile launch/hostfile.example --master_port 29500 --module cocod_accel.train "
+        "configs/quickstart.yaml seed=1 --deepspeed_config configs/deepspeed/stage0.json",
+    ),
+    (
+        "deepspeed_hostfile.sh",
+        {**HOSTS, "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "DEEPSPEED_CONFIG": "configs/deepspeed/stage0_bf16.json"},
+        "deepspeed --hostfile launch/hostfile.example --master_port 29500 --master_addr 10.0.0.1 --no_ssh --node_rank 1 "
+        "--module cocod_accel.train configs/quickstart.yaml seed=1 --deepspeed_config configs/deepspeed/stage0_bf16.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "variables", "line"), DRY_RUNS)
+def test_a_dry_run_prints_what_would_be_started(script: str, variables: dict[str, str], line: str) -> None:
+    done = launch(script, CONFIG, "seed=1", DRY_RUN="1", **variables)
+    assert (done.returncode, done.stdout, done.stderr) == (0, line + "\n", "")
+
+
+def test_arguments_come_through_as_they_are() -> None:
+    arguments = [CONFIG, "algorithm.period=[[0, 1], [1, 5]]", "name=it's", "logging.trackers=[]"]
+    done = launch("torchrun_multinode.sh", *arguments, DRY_RUN="1", **NODES)
+    assert shlex.split(done.stdout)[-5:] == ["cocod_accel.train", *arguments]
+
+
+BAD: list[tuple[str, list[str], dict[str, str], str]] = [
+    *((script, [], {}, "no configuration; give YAML files and key=value, e.g. configs/quickstart.yaml")
+      for script in ("torchrun_multinode.sh", "slurm.sbatch", "slurm_heterogeneous.sbatch", "deepspeed_hostfile.sh")),
+    *((script, ["no.yaml"], {}, "no.yaml: no such file; give YAML files and key=value")
+      for script in ("torchrun_multinode.sh", "slurm.sbatch", "slurm_heterogeneous.sbatch", "deepspeed_hostfile.sh")),
+    ("torchrun_multinode.sh", [CONFIG, "--nnodes"], NODES, "--nnodes: is no YAML file and no key=value"),
+    ("torchrun_multinode.sh", [CONFIG], {}, "NNODES is not set; how many machines, e.g. NNODES=2"),
+    ("torchrun_multinode.sh", [CONFIG], {**NODES, "NNODES": "two"}, "NNODES=two: must be a whole number of at least 1"),
+    ("torchrun_multinode.sh", [CONFIG], {"NNODES": "2"}, "NODE_RANK is not set; which machine this is, from 0"),
+    ("torchrun_multinode.sh", [CONFIG], {**NODES, "NODE_RANK": "2"}, "NODE_RANK=2: must be less than NNODES=2"),
+    ("torchrun_multinode.sh", [CONFIG], {**NODES, "MASTER_ADDR": ""}, "MASTER_ADDR is not set; the address of machine 0"),
+    ("slurm.sbatch", [CONFIG], {}, "no Slurm job; submit it: sbatch launch/slurm.sbatch configs/quickstart.yaml"),
+    ("deepspeed_hostfile.sh", [CONFIG], {}, "HOSTFILE is not set; a file with lines such as 'node1 slots=4'"),
+    ("deepspeed_hostfile.sh", [CONFIG], {"HOSTFILE": "nohosts"}, "nohosts: no such file"),
+    ("deepspeed_hostfile.sh", [CONFIG], {"HOSTFILE": "LICENSE"}, "LICENSE: holds no line such as 'node1 slots=4'"),
+    ("deepspeed_hostfile.sh", [CONFIG], {**HOSTS, "DEEPSPEED_CONFIG": "no.json"}, "no.json: no such file"),
+    ("deepspeed_hostfile.sh", [CONFIG], {**HOSTS, "NODE_RANK": "0"}, "MASTER_ADDR is not set; the address of the first"),
+    ("kubernetes/submit.sh", [], PODS, "nothing: is no kind of job; say pytorchjob or trainjob"),
+    ("kubernetes/submit.sh", ["job", CONFIG], PODS, "job: is no kind of job; say pytorchjob or trainjob"),
+    ("kubernetes/submit.sh", ["trainjob"], PODS, "no configuration; give YAML files and key=value"),
+    ("kubernetes/submit.sh", ["trainjob", CONFIG], {}, "IMAGE is not set"),
+    ("kubernetes/submit.sh", ["trainjob", CONFIG], {**PODS, "CLAIM": ""}, "CLAIM is not set"),
+    ("kubernetes/submit.sh", ["trainjob", CONFIG], {**PODS, "NNODES": "1"}, "NNODES=1: must be a whole number of at least"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "arguments", "variables", "message"), BAD)
+def test_bad_input_is_one_line(script: str, arguments: list[str], variables: dict[str, str], message: str) -> None:
+    done = launch(script, *arguments, **variables)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+    assert done.stdout == ""
+
+
+def test_slurm_is_submitted_from_the_folder_that_holds_launch(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "slurm.sbatch"), CONFIG], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: launch/common.sh: no such file; submit from the folder that holds launch/\n"
+
+
+# ------------------------------------------------------------------------------------------------ what they are
+
+
+def test_shellcheck_finds_nothing() -> None:
+    tool = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip("shellcheck is not installed")
+    line = [tool, "--external-sources", *(str(path.relative_to(ROOT)) for path in SCRIPTS)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_launcher_has_hyper_parameters() -> None:
+    keys = [key for key, value in vars(load_config([])).items() if hasattr(value, "__dataclass_fields__")]
+    for path in SCRIPTS:
+        code = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert not [line for line in code for key in keys if f"{key}." in line.replace("cocod_accel.", "")], path.name
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm_heterogeneous.sbatch"])
+def test_slurm_is_told_of_requeue_and_of_a_warning_in_time(name: str) -> None:
+    lines = (LAUNCH / name).read_text().splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    first_command = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    assert [line for line in lines[:first_command] if line.startswith("#SBATCH ")] == [f"#SBATCH {o}" for o in options]
+    assert {"--requeue", "--open-mode=append"} < set(options)
+    (warning,) = [option for option in options if option.startswith("--signal")]
+    assert warning == "--signal=TERM@120", "to the workers: with B: it would go to the script"
+    assert options.count("hetjob") == (name == "slurm_heterogeneous.sbatch")
+
+
+# ------------------------------------------------------------------------------------------------ Kubernetes
+
+
+def manifest(kind: str, *arguments: str) -> list[Any]:
+    done = launch("kubernetes/submit.sh", kind, *arguments, DRY_RUN="1", **PODS)
+    assert done.returncode == 0, done.stderr
+    assert "${" not in done.stdout
+    return [OmegaConf.to_container(OmegaConf.create(text)) for text in done.stdout.split("\n---\n")]
+
+
+#: What we know of the two kinds' shapes: every field they may have where we use some. No API server has seen them.
+POD = {
+    "terminationGracePeriodSeconds": int,
+    "containers": [
+        {
+            "name": str, "image": str, "workingDir": str, "command": [str], "args": [str],
+            "env": [{"name": str, "value": str}], "resources": {"limits": {"nvidia.com/gpu": int}},
+            "volumeMounts": [{"name": str, "mountPath": str}],
+        }
+    ],
+    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
+}  # fmt: skip
+HEAD: dict[str, Any] = {"apiVersion": str, "kind": str, "metadata": {"name": str}}
+REPLICAS = {"replicas": int, "restartPolicy": str, "template": {"spec": POD}}
+SHAPES: dict[str, Any] = {
+    "kubeflow.org/v1 PyTorchJob": {
+        **HEAD,
+        "spec": {
+            "nprocPerNode": str,
+            "runPolicy": {"backoffLimit": int, "cleanPodPolicy": str},
+            "pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS},
+        },
+    },
+    "trainer.kubeflow.org/v1alpha1 TrainingRuntime": {
+        **HEAD,
+        "spec": {
+            "mlPolicy": {"numNodes": int, "torch": {"numProcPerNode": int}},
+            "template": {
+                "spec": {
+                    "failurePolicy": {"maxRestarts": int},
+                    "replicatedJobs": [
+                        {
+                            "name": str,
+                            "template": {
+                                "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": str}},
+                                "spec": {"backoffLimit": int, "template": {"spec": POD}},
+                            },
+                        }
+                    ],
+                }
+            },
+        },
+    },
+    "trainer.kubeflow.org/v1alpha1 TrainJob": {
+        **HEAD,
+        "spec": {
+            "runtimeRef": {"apiGroup": str, "kind": str, "name": str},
+            "trainer": {
+                "numNodes": int, "command": [str], "args": [str], "env": [{"name": str, "value": str}],
+                "resourcesPerNode": {"limits": {"nvidia.com/gpu": int}},
+            },
+        },
+    },
+}  # fmt: skip
+
+
+def misfits(value: Any, shape: Any, where: str) -> list[str]:
+    if isinstance(shape, type):
+        return [] if type(value) is shape else [f"{where}: {value!r} is no {shape.__name__}"]
+    if isinstance(shape, list):
+        entries = value if isinstance(value, list) and value else [None]
+        return [line for i, entry in enumerate(entries) for line in misfits(entry, shape[0], f"{where}[{i}]")]
+    if not isinstance(value, dict):
+        return [f"{where}: {value!r} holds no keys"]
+    unknown = [f"{where}.{key}: unknown" for key in value.keys() - shape.keys()]
+    known = value.keys() & shape.keys()
+    return unknown + [line for key in known for line in misfits(value[key], shape[key], f"{where}.{key}")]
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+def test_manifests_have_the_shape_of_their_kind(kind: str) -> None:
+    arguments = [CONFIG, "algorithm.period=[[0, 1], [1, 5]]", 'name=a "b" \\c & d']
+    documents = manifest(kind, *arguments)
+    for document in documents:
+        name = f"{document['apiVersion']} {document['kind']}"
+        assert misfits(document, SHAPES[name], document["kind"]) == []
+    if kind == "pytorchjob":
+        ((job,), spec) = (documents, documents[0]["spec"])
+        replicas = spec["pytorchReplicaSpecs"]
+        assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"], spec["nprocPerNode"]) == (1, 3, "2")
+        assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+        (container,) = replicas["Worker"]["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch", "the operator looks for this one"
+        assert container["image"] == "my/image:1"
+    else:
+        runtime, job = documents
+        assert job["spec"]["runtimeRef"] == {
+            "apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"],
+        }  # fmt: skip
+        assert runtime["spec"]["mlPolicy"] == {"numNodes": 4, "torch": {"numProcPerNode": 2}}
+        container = job["spec"]["trainer"]
+    assert container["args"] == arguments
+    assert container["command"] == ["torchrun", "--shutdown_timeout", "120", "-m", "cocod_accel.train"]
+
+
+def test_a_misfit_is_found() -> None:
+    (job,) = manifest("pytorchjob", CONFIG)
+    job["spec"]["nprocPerNode"] = 2
+    job["spec"]["runPolicy"]["backofLimit"] = 1
+    found = misfits(job, SHAPES["kubeflow.org/v1 PyTorchJob"], "PyTorchJob")
+    assert sorted(found) == [
+        "PyTorchJob.spec.nprocPerNode: 2 is no str", "PyTorchJob.spec.runPolicy.backofLimit: unknown",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------- Slurm, its commands played by short scripts
+
+#: Two tasks on this machine, as srun starts them; their highest exit code.
+SRUN = """#!/usr/bin/env bash
+code=0 tasks=()
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_STEP_TASKS_PER_NODE='2' "$@" & tasks+=($!)
+done
+for task in "${tasks[@]}"; do
+    ended=0; wait "$task" || ended=$?
+    [ "$ended" -le "$code" ] || code=$ended
+done
+exit "$code"
+"""
+
+
+def slurm_job(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", f"#!/usr/bin/env bash\necho \"$*\" >> '{folder}/scontrol'\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (tools / "hostname").write_text("#!/usr/bin/env bash\necho 127.0.0.1\n")
+    (tools / "hostname").chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tools}:{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }  # fmt: skip
+    line = ["bash", "launch/slurm.sbatch", CONFIG, *TINY, "logging.trackers=[]", f"output={folder}", "name=run", *overrides]
+    return subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.timeout(240)
+def test_a_slurm_job_that_is_told_to_end_saves_is_requeued_and_goes_on(tmp_path: Path) -> None:
+    process = slurm_job(tmp_path, "schedule.epochs=400")
+    try:
+        rows = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 90
+        while not rows.is_file() or not rows.read_text():
+            assert time.monotonic() < deadline, "training did not begin"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        for pid in workers_of(tmp_path).values():  # as Slurm does, at the warning and at pre-emption
+            os.kill(pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == 143, err
+    assert "the same command goes on from" in out
+    assert out.endswith("stopped after a checkpoint; back in the queue\n")
+    assert (tmp_path / "scontrol").read_text() == f"requeue {os.getpid()}\n"
+    stopped = int(out.split("stopped at step ")[1].split(";")[0])
+    epochs = stopped // 32 + 2  # it may change; the rest would take long
+    process = slurm_job(tmp_path, f"schedule.epochs={epochs}")
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        end(process)
+    assert process.returncode == 0, err
+    assert read_summary(tmp_path / "run")["steps"] == 32 * epochs
+    assert (tmp_path / "scontrol").read_text().count("\n") == 1, "an ended job is not put back"
+
+
+def test_a_slurm_job_that_fails_is_not_requeued(tmp_path: Path) -> None:
+    process = slurm_job(tmp_path, "algorithm.nam=cocod")
+    try:
+        _, err = process.communicate(timeout=100)
+    finally:
+        end(process)
+    assert process.returncode == 2
+    assert "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?" in err.splitlines()
+    assert not (tmp_path / "scontrol").exists()
