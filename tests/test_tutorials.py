@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -174,12 +175,22 @@ def logical_lines(text: str) -> list[str]:
 
 def check_dry(words: list[str]) -> None:
     """Everything about a command that can be known without the machines it needs."""
+    variables = list(itertools.takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+    words, environment = words[len(variables) :], {**os.environ, **dict(word.split("=", 1) for word in variables)}
     if words[:2] == ["cocod", "train"]:
         load_training_config(words[2:])
     elif words[:2] == ["accelerate", "launch"]:
         check_accelerate(words[2:])
     elif words[0] == "torchrun":
         check_torchrun(words[1:])
+    elif words[0] == "sbatch" or words[0].startswith("launch/"):
+        done = subprocess.run(["bash", *words[words[0] == "sbatch" :]], env=environment | {"DRY_RUN": "1"}, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise BlockError(done.stderr)
+        would = shlex.split(done.stdout)
+        if "torchrun" in would:
+            check_torchrun(would[would.index("torchrun") + 1 :])
+        load_training_config([word for word in words if word.startswith("configs/") or "=" in word])
     elif words[:2] == ["wandb", "sync"]:
         folders = [path for pattern in words[2:] for path in Path().glob(pattern)]
         assert folders
