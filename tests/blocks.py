@@ -1,13 +1,14 @@
 """The fenced blocks of a Markdown page, and what each of them is for a test.
 
-A page is followed from top to bottom, in a folder of its own that looks like a checkout. ``bash`` blocks are run, each in a
-shell that stops at the first command that fails. ``python`` blocks are run as scripts; with ``title="train.py"`` they are saved
-under that name for the commands after them, and so are ``yaml`` and ``json`` blocks. A ``diff`` block with a title changes that
-file: lines that begin with ``+`` and ``-``, others as they stand in the file, places apart from each other divided by ``@@``. A ``text``
-block is what the block before it prints on standard output: line by line, a line ``...`` standing for any lines and ``...``
-inside a line for any text. An HTML comment on the line above a fence says more: ``<!-- numbers vary -->`` compares the output
-with every number masked, ``<!-- numbers and order vary -->`` in any order of lines too, ``<!-- dry-run -->`` marks commands that need machines or accounts that are not there, which are
-checked without being started. Any other block is an error, so that nothing on a page goes unexecuted by accident.
+A page is followed from top to bottom, in a folder of its own that looks like a checkout. ``bash`` blocks are run, each
+in a shell that stops at the first command that fails. ``python`` blocks are run as scripts; with ``title="train.py"``
+they are saved under that name for the commands after them, and so are ``yaml`` and ``json`` blocks. A ``diff`` block
+with a title changes that file: lines that begin with ``+`` and ``-``, others as they stand in the file, places apart
+from each other divided by ``@@``. A ``text`` block is what the block before it prints on standard output: line by line,
+a line ``...`` standing for any lines and ``...`` inside a line for any text. An HTML comment on the line above a fence
+says more: ``<!-- numbers vary -->`` compares the output with every number masked, ``<!-- numbers and order vary -->``
+in any order of lines too, ``<!-- dry-run -->`` marks commands that need machines or accounts that are not there, which
+are checked without being started. Any other block is an error, so that nothing on a page goes unexecuted by accident.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from dataclasses import dataclass
 
 DRY_RUN, NUMBERS_VARY, NUMBERS_AND_ORDER_VARY = "dry-run", "numbers vary", "numbers and order vary"
 #: Which comments a language may have above it.
-_MARKS = {"bash": {DRY_RUN}, "python": set(), "text": {NUMBERS_VARY, NUMBERS_AND_ORDER_VARY}, "diff": set(), "yaml": set(), "json": set()}
+_MARKS = {
+    "bash": {DRY_RUN},
+    "python": set(),
+    "text": {NUMBERS_VARY, NUMBERS_AND_ORDER_VARY},
+    "diff": set(),
+    "yaml": set(),
+    "json": set(),
+}
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
 _COMMENT = re.compile(r"^ *<!-- *(?P<mark>.*?) *-->$")
 _TITLE = re.compile(r'\btitle="(?P<title>[^"]+)"')

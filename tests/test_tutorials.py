@@ -21,7 +21,11 @@ from cocod_accel.config import Config, load_training_config
 from tests.blocks import DRY_RUN, NUMBERS_AND_ORDER_VARY, NUMBERS_VARY, Block, BlockError, difference, patched, read_blocks
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/quickstart.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/tutorials").glob("*.md")))]
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/tutorials").glob("*.md"))),
+]
 #: What one block may take, on a machine that is busy with other things.
 BLOCK_SECONDS, PAGE_SECONDS = 180, 500
 #: Set up or test everything: that make knows how is enough here.
@@ -77,6 +81,7 @@ class Follower:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",  # else DeepSpeed, if it is installed, says on standard output that it has found no GPU
         }
 
     def follow(self, block: Block) -> None:
@@ -113,7 +118,13 @@ class Follower:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             # Files, not pipes: a pipe stays open as long as anybody who was left behind holds it.
             process = subprocess.Popen(
-                command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
             )
             try:
                 code: int | None = process.wait(BLOCK_SECONDS)
@@ -184,7 +195,8 @@ def check_dry(words: list[str]) -> None:
     elif words[0] == "torchrun":
         check_torchrun(words[1:])
     elif words[0] == "sbatch" or words[0].startswith("launch/"):
-        done = subprocess.run(["bash", *words[words[0] == "sbatch" :]], env=environment | {"DRY_RUN": "1"}, capture_output=True, text=True)
+        line = ["bash", *words[words[0] == "sbatch" :]]
+        done = subprocess.run(line, env=environment | {"DRY_RUN": "1"}, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
             raise BlockError(done.stderr)
         would = shlex.split(done.stdout)
@@ -327,16 +339,16 @@ def test_a_diff_fits_in_one_place() -> None:
     [
         "ssh host make",
         "cocod train configs/quickstart.yaml algorithm.perod=3",
-        "accelerate launch --config_file configs/accelerate/homogeneous_16gpu.yaml --machine_rank 0 -m cocod_accel.train configs/homogeneous_16gpu.yaml",
-        "accelerate launch --config_file configs/accelerate/gpu_8.yaml -m cocod_accel.train configs/homogeneous_16gpu.yaml",
-        "torchrun --nnodes 2 --node_rank 2 --nproc_per_node 8 -m cocod_accel.train configs/homogeneous_16gpu.yaml",
-        "torchrun --nnodes 2 --node_rank 1 --nproc_per_node 4 -m cocod_accel.train configs/homogeneous_16gpu.yaml",
+        "accelerate launch --config_file configs/accelerate/homogeneous_16gpu.yaml -m cocod_accel.train SIXTEEN",
+        "accelerate launch --config_file configs/accelerate/gpu_8.yaml -m cocod_accel.train SIXTEEN",
+        "torchrun --nnodes 2 --node_rank 2 --nproc_per_node 8 -m cocod_accel.train SIXTEEN",
+        "torchrun --nnodes 2 --node_rank 1 --nproc_per_node 4 -m cocod_accel.train SIXTEEN",
         "wandb sync runs/nowhere/*",
     ],
 )
 def test_a_dry_run_notices_what_could_not_start(command: str) -> None:
     with contextlib.chdir(ROOT), pytest.raises((AssertionError, ValueError)):
-        check_dry(shlex.split(command))
+        check_dry(shlex.split(command.replace("SIXTEEN", "configs/homogeneous_16gpu.yaml")))
 
 
 def test_a_command_that_fails_is_named_and_what_it_started_is_ended(tmp_path: Path) -> None:
