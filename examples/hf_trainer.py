@@ -16,9 +16,10 @@ import random
 import typing
 import zlib
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
-from pydoc_data.topics import topics
+import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -90,6 +91,7 @@ def main() -> None:
         model=BertForSequenceClassification(config),
         args=TrainingArguments(
             output_dir=args.output,
+            use_cpu=not torch.cuda.is_available(),  # without it, workers on CPUs stay unconnected
             num_train_epochs=args.epochs,
             per_device_train_batch_size=args.batch_size,
             per_device_eval_batch_size=100,

@@ -49,7 +49,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Scores of every next character, from those before it."""
 
-    def __init__(self, num_characters: int, context: int, width: int = 96, num_blocks: int = 3, num_heads: int = 4) -> None:
+    def __init__(self, num_characters: int, context: int, width: int = 64, num_blocks: int = 2, num_heads: int = 4) -> None:
         super().__init__()
         self.context = context
         self.characters = nn.Embedding(num_characters, width)
@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=["ssgd", "local", "cocod"], default="cocod")
     parser.add_argument("--period", type=int, default=8, help="steps a round, of local and cocod")
     parser.add_argument("--payload", choices=["fp32", "bf16", "int8"], default="fp32", help="what a round sends")
-    parser.add_argument("--steps", type=int, default=400, help="of the optimizer")
+    parser.add_argument("--steps", type=int, default=300, help="of the optimizer")
     parser.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--batch-size", type=int, default=16, help="of each worker, in every backward")
     parser.add_argument("--accumulate", type=int, default=2, metavar="BACKWARDS", help="for one step")
@@ -119,7 +119,11 @@ def python_reference() -> str:
 def main() -> None:
     args = parse_arguments()
     precision = "bf16" if args.bf16 else None  # None: what the launcher says
-    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=args.accumulate)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # without cpu=True, workers on CPUs stay unconnected
+        mixed_precision=precision,
+        gradient_accumulation_steps=args.accumulate,
+    )
     set_seed(args.seed)
     alphabet = sorted(set(args.text))
     code = {character: index for index, character in enumerate(alphabet)}
@@ -130,9 +134,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     # Not prepared: accelerate would move the schedule on by the number of workers in every step.
-    scheduler = LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
-    )
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
     sync = attach(model, optimizer, args.method)  # batches are of one size, so are the weights
     size = sum(parameter.numel() for parameter in model.parameters())
     accelerator.print(f"{accelerator.num_processes} workers, {size} parameters, {len(text)} characters, {args.method}")
@@ -166,7 +168,9 @@ def main() -> None:
         scheduler.step()
         if step % args.evaluate_every == 0 or step == args.steps:
             with sync.averaged():
-                accelerator.print(f"step {step}: loss {evaluate():.3f}")
+                loss = evaluate()
+            if accelerator.is_main_process:
+                tqdm.write(f"step {step}: loss {loss:.3f}")
     sync.finish()
 
     accelerator.save_model(model, args.output)
@@ -176,7 +180,9 @@ def main() -> None:
     stats = sync.stats()
     waited = f"waited {stats.exposed_seconds:.1f} s, {stats.hidden_seconds:.1f} s hidden behind computation"
     checksum = zlib.crc32(b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values()))
-    print(f"worker {rank}: {stats.rounds} rounds, {stats.bytes / 1e6:.1f} MB sent, {waited}, model {checksum:08x}", flush=True)
+    print(
+        f"worker {rank}: {stats.rounds} rounds, {stats.bytes / 1e6:.1f} MB sent, {waited}, model {checksum:08x}", flush=True
+    )
     accelerator.end_training()
 
 

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
@@ -82,7 +83,7 @@ def evaluate(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], accelerat
 
 def main() -> None:
     args = parse_arguments()
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # without cpu=True, workers on CPUs stay unconnected
     set_seed(args.seed)
     with accelerator.main_process_first():  # one process downloads
         train_images, test_images = (load_images(args.data, split) for split in ("train", "test"))
@@ -94,12 +95,15 @@ def main() -> None:
     train_loader = DataLoader(train_images, args.batch_size, shuffle=True, drop_last=True)
     test_loader = DataLoader(test_images, 250)
     model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    # Not prepared: accelerate would move the schedule on by the number of workers in every step.
+    scheduler = CosineAnnealingLR(optimizer, args.epochs * len(train_loader))
     sync = attach(model, optimizer, args.method, weight=args.batch_size)  # 1: rounds from here on
 
     for epoch in range(1, args.epochs + 1):
         for images, labels in tqdm(train_loader, f"epoch {epoch}", disable=not accelerator.is_main_process):
             accelerator.backward(cross_entropy(model(images), labels))
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
         with sync.averaged():  # 2: inside, the model is the mean of all workers' models
             loss, accuracy = evaluate(model, test_loader, accelerator)
