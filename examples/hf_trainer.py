@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=16, help="of each worker")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--output", default="runs/hf_trainer", metavar="FOLDER", help="gets checkpoints and the model")
@@ -81,7 +81,7 @@ def main() -> None:
     config = BertConfig(
         vocab_size=256,
         hidden_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=128,
         max_position_embeddings=LENGTH,

@@ -17,7 +17,7 @@ from importlib import resources
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -115,7 +115,8 @@ def main() -> None:
     waited = f"waited {stats.exposed_seconds:.1f} s, {stats.hidden_seconds:.1f} s hidden behind computation"
     checksum = zlib.crc32(b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values()))
     sent = f"{stats.rounds} rounds, {stats.bytes / 1e6:.1f} MB sent"
-    print(f"worker {accelerator.process_index}: {sent}, {waited}, model {checksum:08x}", flush=True)
+    for line in gather_object([f"worker {accelerator.process_index}: {sent}, {waited}, model {checksum:08x}"]):
+        accelerator.print(line)
     accelerator.end_training()
 
 

@@ -23,7 +23,7 @@ COMMANDS = re.findall(r"^accelerate launch .*$", (ROOT / "examples" / "README.md
 TINY: dict[str, tuple[list[str], float]] = {
     "vision": (["--epochs", "2"], math.log(10)),
     "language_model": (["--steps", "60", "--evaluate-every", "20", "--accumulate", "2"], math.log(100)),
-    "hf_trainer": (["--epochs", "2", "--samples", "1200"], math.log(2)),
+    "hf_trainer": (["--epochs", "2", "--samples", "2000"], math.log(2)),
 }
 Ended = subprocess.CompletedProcess[str]
 
