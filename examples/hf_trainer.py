@@ -19,7 +19,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -50,7 +52,7 @@ def make_data(count: int, is_train: bool) -> list[dict[str, Any]]:
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+    return {"accuracy": float((np.argmax(prediction.predictions, -1) == prediction.label_ids).mean())}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -85,10 +87,10 @@ def main() -> None:
         num_attention_heads=4,
         intermediate_size=128,
         max_position_embeddings=LENGTH,
-        num_labels=2,
     )
+    model = BertForSequenceClassification(config)  # of two classes, unless told otherwise
     trainer = Trainer(
-        model=BertForSequenceClassification(config),
+        model=model,
         args=TrainingArguments(
             output_dir=args.output,
             use_cpu=not torch.cuda.is_available(),  # without it, workers on CPUs stay unconnected
@@ -113,10 +115,10 @@ def main() -> None:
 
     metrics = trainer.evaluate()  # every worker holds the mean model now
     trainer.save_model()
+    checksum = zlib.crc32(b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values()))
+    lines = gather_object([f"worker {trainer.args.process_index}: {trainer.state.global_step} steps, model {checksum:08x}"])
     if trainer.is_world_process_zero():
-        print(f"end: loss {metrics['eval_loss']:.3f}, accuracy {metrics['eval_accuracy']:.1%}")
-    checksum = zlib.crc32(b"".join(value.cpu().numpy().tobytes() for value in trainer.model.state_dict().values()))
-    print(f"worker {trainer.args.process_index}: {trainer.state.global_step} steps, model {checksum:08x}", flush=True)
+        print(f"end: loss {metrics['eval_loss']:.3f}, accuracy {metrics['eval_accuracy']:.1%}", *lines, sep="\n")
     trainer.accelerator.end_training()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LambdaLR
@@ -180,9 +180,9 @@ def main() -> None:
     stats = sync.stats()
     waited = f"waited {stats.exposed_seconds:.1f} s, {stats.hidden_seconds:.1f} s hidden behind computation"
     checksum = zlib.crc32(b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values()))
-    print(
-        f"worker {rank}: {stats.rounds} rounds, {stats.bytes / 1e6:.1f} MB sent, {waited}, model {checksum:08x}", flush=True
-    )
+    sent = f"{stats.rounds} rounds, {stats.bytes / 1e6:.1f} MB sent"
+    for line in gather_object([f"worker {rank}: {sent}, {waited}, model {checksum:08x}"]):
+        accelerator.print(line)
     accelerator.end_training()
 
 

@@ -22,8 +22,8 @@ COMMANDS = re.findall(r"^accelerate launch .*$", (ROOT / "examples" / "README.md
 #: Less to do than by default, and the loss of a model that only guesses.
 TINY: dict[str, tuple[list[str], float]] = {
     "vision": (["--epochs", "2"], math.log(10)),
-    "language_model": (["--steps", "60", "--evaluate-every", "20", "--accumulate", "2"], math.log(100)),
-    "hf_trainer": (["--epochs", "2", "--samples", "2000"], math.log(2)),
+    "language_model": (["--steps", "40", "--evaluate-every", "20", "--accumulate", "2"], math.log(100)),
+    "hf_trainer": (["--epochs", "2", "--samples", "1600"], math.log(2)),
 }
 Ended = subprocess.CompletedProcess[str]
 
