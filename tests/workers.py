@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "torch._inductor.config", "cocod_accel", "tests.workers"])
+# What is not imported here, every worker imports anew: half a second of a core for the modules of the trainer and pytest.
+_PRELOAD = ["torch._dynamo", "torch._inductor.config", "accelerate.accelerator", "safetensors.torch", "pytest", "hypothesis"]
+_CONTEXT.set_forkserver_preload([*_PRELOAD, "cocod_accel.train", "tests.workers"])
 
 
 @dataclass
