@@ -188,7 +188,9 @@ def _remedies(scale: Scale) -> Iterator[Cell]:
 
 def _iterations(scale: Scale) -> Iterator[Cell]:
     """Short epochs of a tenth of the data, so that the step at which a loss is reached is known well; a constant rate."""
-    size = [] if scale.name == "full" else [f"task.train_limit={2560 if scale.name == 'small' else 160}"]
+    size = (
+        [] if scale.name == "full" else [f"task.train_limit={2560 if scale.name == 'small' else 160}", "task.test_limit=200"]
+    )
     epochs = 30 if scale.name == "small" else 3
     size += (
         [] if scale.name == "full" else [f"schedule.epochs={epochs}", "schedule.warmup_epochs=0", "schedule.decay_epochs=[]"]
