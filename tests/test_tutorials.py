@@ -165,8 +165,9 @@ class Follower:
                     yield int(path.parent.name)
 
 
-#: Torch 2.15 with gloo, when a script's process group outlives its last line on a busy machine: in 2 of 11 runs of the
-#: tutorial's plain accelerate script, which knows nothing of this package, and in 2 of 11 with it. Its block is run again.
+#: A script that has done everything, end_training() too, aborts now and then on a busy machine (torch 2.15, gloo): in 2 of
+#: 11 runs of the tutorial's plain accelerate script, which knows nothing of this package, and in 2 of 11 with it. Why is not
+#: known. Its block is run again.
 ABORTED_AT_EXIT = "terminate called without an active exception"
 #: The command that failed is named.
 STOP_AT_ERRORS = "set -euo pipefail\ntrap 'echo \"failed: $BASH_COMMAND\" >&2' ERR\n"
