@@ -48,6 +48,8 @@ class Case:
     num_workers: int = 2
     workers_per_replica: int = 1
     payload: str = "fp32"
+    #: With both merge options.
+    has_anchor: bool = False
 
     @property
     def setting(self) -> list[str]:
@@ -64,6 +66,7 @@ class Case:
             speeds,
             f"cluster.proportional={str(sampling).lower()}",
             *options,
+            *(["algorithm.pull_back=0.25", "algorithm.outer_momentum=0.5"] if self.has_anchor else []),
         ]
 
 
@@ -140,7 +143,7 @@ def _baselines() -> Path:
 def baseline(case: Case) -> Path:
     output = _baselines()
     n = case.num_workers
-    parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica, case.payload]
+    parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica, case.payload, case.has_anchor]
     name = "-".join(["undisturbed", *map(str, parts)])
     if not (output / name / "summary.json").is_file():
         assert run_workers(n, worker, arguments(case, output, name), seconds=100) == [0] * n
