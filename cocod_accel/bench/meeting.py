@@ -35,3 +35,16 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"some worker has not come for {_SECONDS:.0f} s")
             os.sched_yield()  # a transfer in flight needs this core
+
+
+#: The one of this process's job. Here, because a module that is run as a script is another one when it is imported.
+_joined: list[Meeting] = []
+
+
+def join(path: Path, rank: int, size: int) -> None:
+    """From now on :func:`meet` is with the workers of this job."""
+    _joined[:] = [Meeting(path, rank, size)]
+
+
+def meet() -> None:
+    _joined[0].wait()

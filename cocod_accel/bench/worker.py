@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cocod_accel.bench import meeting
 from cocod_accel.bench.contenders import CONTENDERS, Ours
-from cocod_accel.bench.meeting import Meeting
 from cocod_accel.bench.peers import Contender
 from cocod_accel.comm import Link
 from cocod_accel.config import Config, load_config
@@ -35,14 +35,12 @@ from cocod_accel.work import Work
 
 #: How long the limit is looked at before a link is made for it.
 _FEW_STEPS, _FEW_REPEATS = 5, 5
-#: Where the workers of this process's job meet; one, once it has begun.
-_meetings: list[Meeting] = []
 
 
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    _meetings.append(Meeting(Path(job["meeting"]), dist.get_rank(), dist.get_world_size()))
+    meeting.join(Path(job["meeting"]), dist.get_rank(), dist.get_world_size())
     config = load_config([job["config"], *job.get("overrides", [])])
     config.cluster.num_workers = dist.get_world_size()
     torch.manual_seed(config.seed)
@@ -99,7 +97,7 @@ def block(contender: Contender, data: list[tuple[Tensor, Tensor]], prime: int, s
     """Seconds a step. The clock starts with a transfer in flight, if there are any, and stops with one."""
     for step in range(prime):
         contender.step(*data[step % len(data)])
-    _meetings[-1].wait()
+    meeting.meet()
     begin = time.perf_counter()
     for step in range(steps):
         contender.step(*data[(prime + step) % len(data)])
