@@ -215,6 +215,17 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "machine.json").read_text())["cores"] >= 1
 
 
+@pytest.mark.timeout(200)
+def test_the_benchmark_of_periods_on_tiny_settings(tmp_path: Path) -> None:
+    tiny = ["--repeats", "1", "--steps", "5", "--seconds", "1", "--no-lab", "--out", str(tmp_path)]
+    done = command("python", "-m", "benchmarks.plan", *tiny, seconds=180)
+    assert done.returncode == 0, done.stderr
+    assert "two workers on an emulated link" in done.stdout
+    assert "recommended" in done.stdout
+    tried = {row["period"] for row in results.read_rows(tmp_path / "rows.jsonl") if row["kind"] == "period"}
+    assert {1, 2, 3, 4} <= tried
+
+
 def meet(rank: int, path: str) -> list[float]:
     meeting = Meeting(Path(path), rank, 2)
     left = []
