@@ -45,6 +45,7 @@ bench-plan: $(READY)
 
 # Installed anew only when the dependencies may have changed; the marker comes last, so a broken install is not reused.
 $(READY): pyproject.toml
+	@echo "installing into $(VENV): some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
