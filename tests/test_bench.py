@@ -155,6 +155,11 @@ def test_the_simulator_is_told_of_the_link_alone(name: str, expected: float) -> 
     assert uneven == pytest.approx(expected, rel=0.1)
 
 
+def test_any_block_of_whole_rounds_can_be_predicted() -> None:
+    facts = LinkFacts(num_workers=2, ratio=7.0, interference=0.0, jitter=0.0)
+    assert simulated_step("local", 7, facts, 14) == pytest.approx(2.0, rel=2e-3)
+
+
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + '{"kind": "st')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,15 @@ def test_every_number_is_cited_or_an_assumption(path: Path) -> None:
         is_text = key.lstrip(" -").startswith(("#", "name", "description"))
         if not is_text and any(character.isdigit() for character in value):
             assert any(word in comment for word in ("assumption", "paper", "fitted")), line
+
+
+def test_a_table_of_one_worker_must_say_how_many_it_is_of() -> None:
+    table = Network(allreduce=[[1.0, 0.1], [1e9, 0.2]])
+    with pytest.raises(ConfigError, match="must say how many workers the table is of"):
+        validate(Cluster(workers=[WorkerGroup(count=1)], network=table))
+    validate(Cluster(workers=[WorkerGroup(count=1)], network=replace(table, allreduce_workers=2)))
+
+
+def test_a_name_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name=a/b: must not contain a slash"):
+        validate(Cluster(name="a/b"))

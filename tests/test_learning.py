@@ -485,3 +485,8 @@ def test_workers_that_begin_or_train_differently_are_told() -> None:
         next(models[1].parameters()).add_(1)
     with pytest.raises(ValueError, match="the workers' models differ"):
         Lockstep(models, optimizers, [LocalSGD(period=4)] * 2, [1, 1])
+
+
+def test_a_period_that_follows_measured_times_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.period=auto: follows measured times"):
+        Learning(load_config([*DEFAULT, "algorithm.period=auto"]))
