@@ -42,6 +42,7 @@ from cocod_accel.comm import (
 )
 from cocod_accel.ddp import LocalPhase, under_no_sync
 from cocod_accel.engine import EngineRouter
+from cocod_accel.leaving import rest_before_exit
 from cocod_accel.nodes import Nodes
 from cocod_accel.payload import CodedMean
 from cocod_accel.rounds import Period, PeriodLike, RoundClock, check_fragments
@@ -98,6 +99,7 @@ def attach(
             router.channels_of = subject.node, exchanges
         assert router.channels is not None
         channels = router.channels
+        rest_before_exit()
     return Sync(subject, algorithm, channels, nodes, reports)
 
 

@@ -463,7 +463,9 @@ def _validate_schedule(config: Config) -> None:
     for index, epoch in enumerate(config.schedule.decay_epochs):
         key = f"schedule.decay_epochs[{index}]"
         require(epoch > previous, key, epoch, "must be positive and in increasing order")
-        require(epoch < epochs, key, epoch, f"is after the last epoch; schedule.epochs is {epochs}, counted from 0")
+        kept = [value for value in config.schedule.decay_epochs if value < epochs]
+        fix = f"schedule.decay_epochs={kept}".replace(" ", "")
+        require(epoch < epochs, key, epoch, f"is after the last epoch, for schedule.epochs={epochs}; say {fix}")
         previous = epoch
     require(
         config.schedule.warmup_epochs <= epochs,
@@ -498,7 +500,13 @@ def _validate_schedule(config: Config) -> None:
         except ValueError as error:
             raise ConfigError(f"algorithm.{error}") from error
     for first, _ in pairs:
-        require(first < epochs, "algorithm.period", pairs, f"changes after the last epoch; schedule.epochs is {epochs}")
+        fix = f"algorithm.period={pairs[-1][1]}"
+        require(
+            first < epochs,
+            "algorithm.period",
+            pairs,
+            f"changes after the last epoch, for schedule.epochs={epochs}; say {fix}",
+        )
 
 
 def _validate_merge(config: Config) -> None:

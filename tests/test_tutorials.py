@@ -137,12 +137,16 @@ class Follower:
             out.seek(0)
             err.seek(0)
             printed, said = out.read(), err.read()
-        if code not in (0, None) and ABORTED_AT_EXIT in said and attempts > 1:
+        if code not in (0, None) and ABORTED_AT_EXIT in said and attempts > 1 and self._is_plain():
             return self._run(command, attempts - 1)
         if code != 0:
             how = f"did not end within {BLOCK_SECONDS} s" if code is None else f"ended with {code}"
             raise BlockError(f"it {how}\n{printed[-2000:]}\n{said[-4000:]}")
         return printed
+
+    def _is_plain(self) -> bool:
+        script = self.folder / "train.py"
+        return script.exists() and "cocod_accel" not in script.read_text()
 
     def _end_all(self) -> None:
         """Until nothing is left, because what is being ended may start something."""
@@ -165,9 +169,8 @@ class Follower:
                     yield int(path.parent.name)
 
 
-#: A script that has done everything, end_training() too, aborts now and then on a busy machine (torch 2.15, gloo): in 2 of
-#: 11 runs of the tutorial's plain accelerate script, which knows nothing of this package, and in 2 of 11 with it. Why is not
-#: known. Its block is run again.
+#: A plain accelerate script that has done everything, end_training() too, aborts now and then on a busy machine: see
+#: cocod_accel/leaving.py. Where nothing of this package can prevent it, the block is run again.
 ABORTED_AT_EXIT = "terminate called without an active exception"
 #: The command that failed is named.
 STOP_AT_ERRORS = "set -euo pipefail\ntrap 'echo \"failed: $BASH_COMMAND\" >&2' ERR\n"
