@@ -22,6 +22,7 @@ LIBRARY = [
     "payload",
     "anchor",
     "averaging",
+    "leaving",
     "nodes",
     "algorithms",
     "attempts",
