@@ -200,6 +200,7 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
         "steps.ratios=[1.0]", "steps.emulated_ratios=[1.0]", "steps.repeats=1", "steps.steps=5", "steps.batch_size=8",
         "steps.contenders=[ddp,accelerate_local,local,cocod]", "accuracy.ratios=[1.0]", "accuracy.num_seeds=1",
         "accuracy.contenders=[ddp,cocod]", "accuracy.target=0.2",
+        "steps.closer_repeats=2",
     ]  # fmt: skip
     prefix = [] if place == "lab" else ["--no-lab"]
     done = command("cocod", "bench", "configs/bench/links.yaml", *tiny, *prefix, "--out", str(tmp_path), seconds=200)
@@ -216,6 +217,11 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
         assert clocks == {"emulated"}
         assert learned.keys() == {"cocod"}, "only our own can be emulated"
         assert "emulated link" in done.stdout
+    by_repeat = results.over_limit(rows, 1.0, "lab" if place == "lab" else "emulated")
+    assert {name: sorted(found) for name, found in by_repeat.items() if name in ("cocod", "local")} == {
+        "cocod": [0, 1, 2],
+        "local": [0],
+    }, "cocod is looked at more closely"
     assert all(seconds is not None and seconds > 0 for seconds in learned.values())
     assert json.loads((tmp_path / "machine.json").read_text())["cores"] >= 1
 

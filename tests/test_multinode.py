@@ -16,8 +16,10 @@ import pytest
 
 from cocod_accel.lab import Lab, why_not
 from cocod_accel.report import read_summary
+from tests.blocks import read_blocks
 from tests.test_launch import manifest
 from tests.test_trainer import BIN, ROOT, TINY, read_quietly
+from tests.test_tutorials import logical_lines
 
 _REASON = why_not()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -58,13 +60,6 @@ def torchrun(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
     line = ["launch/torchrun_multinode.sh", *arguments]
     common = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": lab.address(0)}
     return on_both(lab, [line, line], [{**common, "NODE_RANK": str(node)} for node in (0, 1)])
-
-
-def accelerate(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
-    line = ["accelerate", "launch", "--config_file", "configs/accelerate/cpu_2_nodes.yaml"]
-    line += ["--main_process_ip", lab.address(0)]
-    ranked = [[*line, "--machine_rank", str(node), "-m", "cocod_accel.train", *arguments] for node in (0, 1)]
-    return on_both(lab, ranked, [{}, {}])
 
 
 def deepspeed(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
@@ -116,13 +111,37 @@ def test_two_nodes_train_one_model_into_one_folder(first: Trained) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("start", [accelerate, deepspeed, pods])
+@pytest.mark.parametrize("start", [deepspeed, pods])
 def test_however_they_are_started_it_is_the_same_model(start: Start, lab: Lab, first: Trained, tmp_path: Path) -> None:
     trained(start, lab, tmp_path)
     expected, found = read_summary(first.folder / "run"), read_summary(tmp_path / "run")
     assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["run"]
     for key in ("model_digest", "final_accuracy", "steps", "num_workers", "comm_bytes"):
         assert found[key] == expected[key], key
+
+
+def two_machine_blocks() -> list[list[str]]:
+    """The tutorial's blocks for two machines: of each the line for the first and the one for the second."""
+    page = (ROOT / "docs" / "tutorials" / "sixteen_gpus.md").read_text()
+    section = page.split("\n## Two machines\n")[1].split("\n## ")[0]
+    return [logical_lines(block.text) for block in read_blocks(section) if block.language == "bash"]
+
+
+@pytest.mark.timeout(600)
+def test_the_tutorials_lines_work_as_written(lab: Lab, tmp_path: Path) -> None:
+    """Nothing is changed but the address and the folder, which stand for the reader's own."""
+    summaries = []
+    for index, lines in enumerate(two_machine_blocks()):
+        folder = tmp_path / str(index)
+        own = [line.replace("10.0.0.1", lab.address(0)).replace("/shared/runs", str(folder)) for line in lines]
+        processes = on_both(lab, [["bash", "-c", line] for line in own], [{}, {}])
+        said = texts(processes, 250)
+        assert [process.returncode for process in processes] == [0, 0], said
+        (run,) = (path.parent for path in folder.glob("*/summary.json"))
+        summaries.append(read_summary(run))
+    started_by_accelerate, started_by_torchrun = summaries
+    for key in ("model_digest", "final_accuracy", "steps", "num_workers", "comm_bytes"):
+        assert started_by_accelerate[key] == started_by_torchrun[key], key
 
 
 @pytest.mark.timeout(240)

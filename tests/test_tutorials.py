@@ -108,7 +108,7 @@ class Follower:
 
     def _shortened(self, text: str) -> str:
         if self.page == "README.md":
-            text = re.sub(r"^(accelerate launch .*)$", rf"\1 {SHORTER}", text, flags=re.MULTILINE)
+            text = re.sub(r"^((?:cocod train|accelerate launch)[^#\n]*)", rf"\1 {SHORTER} ", text, flags=re.MULTILINE)
         return MAKE.sub(r"make -n \1", text)
 
     def _with_prelude(self, text: str) -> str:

@@ -77,6 +77,7 @@ class Bench:
             emulated = ours if ratio in options.emulated_ratios or not self._has_lab else []
             overrides = [f"batch_size={options.batch_size}"]
             given = {"kind": "steps", "overrides": overrides, "steps": options.steps, "repeats": options.repeats}
+            given |= {"closer": options.closer, "closer_repeats": options.closer_repeats}
             self._run(ratio, {**given, "contenders": names, "emulated": emulated})
 
     def accuracy(self) -> None:
@@ -220,6 +221,8 @@ def _num_rows(settings: BenchSettings, has_lab: bool) -> int:
         num_blocks = len(names) if has_lab else 0
         if ratio in steps.emulated_ratios or not has_lab:
             num_blocks += len([name for name in names if name in OURS])
+        closer = len([name for name in names if name in steps.closer and (has_lab or name in OURS)])
         total += steps.repeats * (2 * num_blocks + 1) + (2 if has_lab else 0)
+        total += steps.closer_repeats * (2 * closer + 1) if closer else 0
     contenders = [name for name in available(accuracy.contenders) if has_lab or name in OURS]
     return total + len(accuracy.ratios) * (accuracy.num_seeds * len(contenders) + (2 if has_lab else 0))

@@ -29,6 +29,10 @@ class StepSettings:
     steps: int = 10
     #: Blocks of every contender on every link.
     repeats: int = 5
+    #: Who is looked at more closely: some per cent from the limit drown in the noise of so few blocks.
+    closer: list[str] = field(default_factory=lambda: ["cocod"])
+    #: Further blocks of those, on every link.
+    closer_repeats: int = 20
     #: Links that are emulated once more, to see whether the emulation agrees.
     emulated_ratios: list[float] = field(default_factory=lambda: [1.0, 3.0, 6.0])
 
@@ -102,6 +106,7 @@ def _check(settings: BenchSettings) -> None:
         ("period", settings.period, settings.period >= 1, "must be at least 1"),
         ("steps.steps", per_block, per_block % settings.period == 0, "must be a multiple of the period"),
         ("steps.repeats", settings.steps.repeats, settings.steps.repeats >= 1, "must be at least 1"),
+        ("steps.closer_repeats", settings.steps.closer_repeats, settings.steps.closer_repeats >= 0, "must not be negative"),
         ("accuracy.target", settings.accuracy.target, 0 < settings.accuracy.target <= 1, "must be a share in (0, 1]"),
         ("accuracy.looks", settings.accuracy.looks, settings.accuracy.looks >= 1, "must be at least 1"),
     ]

@@ -175,12 +175,14 @@ def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict
         block(contender, data, prime, prime)
     if job["has_lab"]:
         yield from measure(limit, data)
-    for repeat in range(job["repeats"]):
-        turn = repeat % max(1, len(blocks))
+    closer = [block_of for block_of in blocks if block_of[0] in job["closer"] and block_of[1] != job["has_lab"]]
+    for repeat in range(job["repeats"] + (job["closer_repeats"] if closer else 0)):
+        turns = blocks if repeat < job["repeats"] else closer
+        turn = repeat % max(1, len(turns))
         # As many steps before the clock starts as everybody has: the first ones after another model are slower.
         seconds = block(limit, data, prime, steps)
         yield {"kind": "step", "contender": "none", "repeat": repeat, "place": 0, "seconds": seconds}
-        for place, (name, emulated) in enumerate(blocks[turn:] + blocks[:turn]):
+        for place, (name, emulated) in enumerate(turns[turn:] + turns[:turn]):
             contender, row = everybody[name, emulated], {"kind": "step", "repeat": repeat}
             link = ask(seconds, emulated=emulated)
             if emulated:

@@ -165,12 +165,17 @@ def skew_table(grid: Grid) -> str:
     if not periods:
         return ""
     header = ["best test accuracy, %", "n", "S-SGD", *(f"CoCoD-SGD k={k}" for k in periods)]
-    body = []
+    body, lines = [], []
     for alpha in alphas:
         base = grid.of("skew", "resnet18", "ssgd", alpha)
-        cells = [grid.of("skew", "resnet18", "cocod", f"{alpha} k={k}") for k in periods]
-        body.append([alpha, str(max(len(base), *map(len, cells))), accuracy_cell(base), *map(accuracy_cell, cells)])
-    return aligned([header, *body])
+        cells = {k: grid.of("skew", "resnet18", "cocod", f"{alpha} k={k}") for k in periods}
+        most = max(len(base), *map(len, cells.values()))
+        body.append([alpha, str(most), accuracy_cell(base), *map(accuracy_cell, cells.values())])
+        for k, rows in cells.items() if alpha == "alpha=inf" else ():
+            interval = Interval.of(accuracies(rows), accuracies(base))
+            if interval is not None:
+                lines.append(f"{alpha}, k={k}: CoCoD-SGD minus S-SGD, paired by seed: {interval}")
+    return "\n".join([aligned([header, *body]), *lines])
 
 
 def remedies_table(grid: Grid) -> str:
