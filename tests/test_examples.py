@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -95,6 +96,22 @@ def test_it_learns_and_all_workers_end_with_one_model(example: tuple[str, Path, 
     saved = load_file(folder / way / "model.safetensors")
     assert saved
     assert all(value.isfinite().all() for value in saved.values())
+
+
+@pytest.mark.timeout(180)
+def test_the_hugging_face_example_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (command,) = [command.split() for command in COMMANDS if "/hf_trainer.py" in command]
+    line = [*command, "--samples", "640", "--output", str(tmp_path)]
+    logged = []
+    for steps, more in ((20, ["--epochs", "1"]), (40, ["--epochs", "2", "--resume"])):
+        (done,) = run_together({"it": [*line, *more]}, seconds=80).values()
+        assert done.returncode == 0, done.stderr
+        assert re.findall(r"^worker \d: (\d+) steps", done.stdout, re.MULTILINE) == [str(steps)] * 2
+        logged.append(json.loads((tmp_path / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"])
+    first, second = logged
+    assert first == second[: len(first)] != second, "seconds are logged, too: only the same run has the same"
+    assert "eval_runtime" in first[-1]
 
 
 MISTAKES = [
