@@ -174,6 +174,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     [
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
         (["steps.contenders=[ddpp]"], r"steps.contenders=\['ddpp'\]: are not known; choose from none, ddp"),
+        (["steps.closer=[cocood]"], r"steps.closer=\['cocood'\]: are not known; choose from none, ddp"),
         (["steps.steps=7"], "steps.steps=7: must be a multiple of the period"),
         (["steps.ratios=[0]"], r"steps.ratios=\[0.0\]: must be positive"),
         (["accuracy.target=80"], r"accuracy.target=80.0: must be a share in \(0, 1\]"),

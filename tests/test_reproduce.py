@@ -108,6 +108,27 @@ def test_a_run_that_diverged_is_no_accuracy() -> None:
     assert "4 of 4 cells" in report(grid)
 
 
+def test_shards_alike_have_a_paired_interval_and_skewed_ones_have_none() -> None:
+    accuracies = {
+        ("ssgd", ""): (0.60, 0.61, 0.62),
+        ("cocod", " k=5"): (0.59, 0.60, 0.61),
+        ("cocod", " k=24"): (0.50, 0.53, 0.51),
+    }
+    grid = grid_of(
+        *(
+            (cell("skew", variant, seed, f"alpha={alpha}{k}"), row(accuracy))
+            for alpha in ("inf", "0.1")
+            for (variant, k), found in accuracies.items()
+            for seed, accuracy in enumerate(found)
+        )
+    )
+    lines = [line for line in skew_table(grid).splitlines() if "paired by seed" in line]
+    assert [line.split(":")[0] for line in lines] == ["alpha=inf, k=5", "alpha=inf, k=24"]
+    assert "-1.00 points (95% -1.00 to -1.00, n=3): excludes a loss of more than 1.5 points" in lines[0]
+    assert lines[1].endswith("a loss of more than 1.5 points")
+    assert "excludes" not in lines[1]
+
+
 def test_steps_to_a_loss_that_all_reach() -> None:
     def curve(*losses: float) -> list[list[float]]:
         return [[i + 1, 10 * (i + 1), 0.5, 1.0, loss, 1.0] for i, loss in enumerate(losses)]

@@ -14,6 +14,7 @@ import copy
 import importlib
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -142,7 +143,7 @@ class AccelerateLocal(Averaging):
         self._local.__exit__(None, None, None)
 
 
-class _Torchft(Averaging):
+class _Torchft(Averaging, ABC):
     """Every worker is a replica group of one, with a store and a manager; a lighthouse forms the quorum of every round."""
 
     #: DiLoCo refuses another.
@@ -172,8 +173,9 @@ class _Torchft(Averaging):
         )  # fmt: skip
         self._context = self.method().__enter__()
 
+    @abstractmethod
     def method(self) -> Any:
-        raise NotImplementedError
+        """The context manager that trains."""
 
     def close(self) -> None:
         self._context.__exit__(None, None, None)

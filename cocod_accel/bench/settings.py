@@ -110,11 +110,14 @@ def _check(settings: BenchSettings) -> None:
         ("accuracy.target", settings.accuracy.target, 0 < settings.accuracy.target <= 1, "must be a share in (0, 1]"),
         ("accuracy.looks", settings.accuracy.looks, settings.accuracy.looks >= 1, "must be at least 1"),
     ]
+    names = {"steps.closer": settings.steps.closer}
     for part, section in (("steps", settings.steps), ("accuracy", settings.accuracy)):
-        unknown = [name for name in section.contenders if name not in CONTENDERS]
-        rules.append((f"{part}.contenders", unknown, not unknown, f"are not known; choose from {', '.join(CONTENDERS)}"))
+        names[f"{part}.contenders"] = section.contenders
         bad = [ratio for ratio in section.ratios if not 0 < ratio < 1000]
         rules.append((f"{part}.ratios", bad, not bad, "must be positive"))
+    for key, given in names.items():
+        unknown = [name for name in given if name not in CONTENDERS]
+        rules.append((key, unknown, not unknown, f"are not known; choose from {', '.join(CONTENDERS)}"))
     for key, value, good, rule in rules:
         if not good:
             raise ConfigError(f"{key}={value}: {rule}")
