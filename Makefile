@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint docs bench bench-core bench-mixed bench-plan clean
+.PHONY: quickstart test lint docs bench bench-simulated bench-core bench-mixed bench-plan clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -32,6 +32,10 @@ docs: $(READY)
 bench: $(READY)
 	-$(BIN)/pip install --quiet --editable .[bench]
 	$(BIN)/cocod bench configs/bench/links.yaml
+
+# Whether the simulator's step times are those of real workers; about a quarter of an hour.
+bench-simulated: $(READY)
+	$(BIN)/cocod bench configs/bench/simulated.yaml --out benchmarks/results/simulated
 
 bench-core: $(READY)
 	$(BIN)/python -m benchmarks.core

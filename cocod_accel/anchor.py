@@ -5,7 +5,7 @@ anchor, at first the common start, and v its velocity, at first 0::
 
     v <- beta v + (mean_t - z)            z <- z + v            (beta = 0: z = mean_t)
 
-Local-SGD then takes x <- z, which is SlowMo (Wang et al. 2020) and DiLoCo's outer momentum with an outer rate of 1;
+Local-SGD then takes x <- z, which is SlowMo (Wang et al. 2020) with a slow rate of 1, not divided by the learning rate;
 CoCoD-SGD takes x_{t+k} <- z + (1 - alpha) (x_{t+k} - x_t), where alpha pulls a worker back towards the anchor, as
 Overlap-Local-SGD (Wang et al. 2020) does. All workers compute z and v from the same sums, so they hold the same to the bit.
 """

@@ -1,4 +1,4 @@
-"""The ``cocod`` command: train, compare, watch, trace, bench, simulate, plan, doctor, list."""
+"""The ``cocod`` command: train, compare, watch, trace, bench, simulate, plan, reproduce, doctor, list."""
 
 from __future__ import annotations
 
@@ -253,7 +253,8 @@ def _plan(options: argparse.Namespace) -> int:
         cluster = cluster.resized(options.workers)
     run(cluster, options.configs, options.out)
     if options.cluster is None:
-        print(f"measured: {path}; plan again from it with cocod plan --cluster {path}")
+        again = shlex.join(["cocod", "plan", *options.configs, "--cluster", str(path)])
+        print(f"measured: {path}; plan again from it with {again}")
     return 0
 
 

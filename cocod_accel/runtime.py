@@ -156,7 +156,7 @@ def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
         # Not accelerate's mixed precision: it would be DeepSpeed's own bf16 engine, which trains copies of the parameters.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers)
     except (ImportError, ValueError) as error:
-        hint = "; pip install 'cocod-accel[deepspeed]'" if isinstance(error, ImportError) else ""
+        hint = "; pip install '.[deepspeed]' in the checkout" if isinstance(error, ImportError) else ""
         raise ConfigError(f"DeepSpeed: {' '.join(str(error).split())}{hint}") from error
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     is_on = {key: settings.get(key, {}).get("enabled") is True for key in ("fp16", "bf16")}

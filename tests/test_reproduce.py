@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 
+from cocod_accel.cluster import load_cluster
 from cocod_accel.config import ConfigError, load_config
-from cocod_accel.reproduce.grid import MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
+from cocod_accel.reproduce.cell import append, run
+from cocod_accel.reproduce.grid import CONFIGS, MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
 from cocod_accel.reproduce.running import fingerprint, missing, read_rows
-from cocod_accel.reproduce.tables import Grid, Interval, common_loss, report, skew_table, steps_to, time_claims
+from cocod_accel.reproduce.tables import (
+    Grid,
+    Interval,
+    common_loss,
+    difference,
+    iterations_table,
+    length_table,
+    report,
+    skew_table,
+    steps_to,
+    time_claims,
+)
 from cocod_accel.simulator.simulate import configured
 from cocod_accel.tasks import build_model, task_facts
 from cocod_accel.work import Work
@@ -56,7 +69,9 @@ def test_the_virtual_clock_has_the_papers_payload(model: str) -> None:
     cell = next(cell for cell in cells(scale_of("small")) if cell.model == model)
     cluster = cell.on()
     assert cluster.payload_bytes == PAYLOAD_BYTES[model]
-    assert cluster.batch_size == 32
+    # A step with this grid's basic batch takes what the paper's takes with 32.
+    assert cluster.batch_size == load_config(list(cell.arguments)).batch_size == 16
+    assert cluster.step_seconds == load_cluster(CONFIGS / "cluster" / f"{cell.cluster}.yaml").step_seconds
 
 
 # --------------------------------------------------------------------------------------------------- figures
@@ -66,8 +81,9 @@ def cell(part: str, variant: str, seed: int = 0, setting: str = "", model: str =
     return Cell(part, model, variant, setting, n, seed, (), "paper")
 
 
-def row(accuracy: float, seconds: float = 1.0, evaluations: Any = ()) -> dict[str, Any]:
-    return {"best_accuracy": accuracy, "train_seconds": seconds, "evaluations": list(evaluations)}
+def row(accuracy: float, seconds: float = 1.0, evaluations: Any = (), samples: float = 100.0) -> dict[str, Any]:
+    times = {"train_seconds": seconds, "samples_per_second": samples / seconds}
+    return {"best_accuracy": accuracy, **times, "evaluations": list(evaluations)}
 
 
 def grid_of(*pairs: tuple[Cell, dict[str, Any]]) -> Grid:
@@ -96,6 +112,17 @@ def test_an_order_that_is_not_the_papers_is_said() -> None:
     assert "does NOT help S-SGD" in time_claims(grid, "heterogeneous", "resnet18")[0]
 
 
+def test_fewer_samples_are_no_speed() -> None:
+    """AsynLocal-SGD has epochs of whole rounds: done sooner with half of the samples, it is slower."""
+    times = {"ssgd": 4.0, "ssgd_ps": 3.0, "pipe": 3.0, "pipe_ps": 2.5, "cocod": 2.0}
+    pairs = [(cell("heterogeneous", name), row(0.5, seconds)) for name, seconds in times.items()]
+    asynlocal = cell("heterogeneous", "asynlocal")
+    grid = grid_of(*pairs, (asynlocal, row(0.5, 1.5, samples=50.0)))
+    assert time_claims(grid, "heterogeneous", "resnet18")[-1] == "small_resnet: fastest is CoCoD-SGD, as in the paper"
+    grid = grid_of(*pairs, (asynlocal, row(0.5, 1.5)))
+    assert time_claims(grid, "heterogeneous", "resnet18")[-1].endswith("AsynLocal-SGD, NOT the paper's CoCoD-SGD")
+
+
 def test_a_run_that_diverged_is_no_accuracy() -> None:
     grid = grid_of(
         (cell("skew", "ssgd", 0, "alpha=0.1"), row(0.6)),
@@ -106,6 +133,9 @@ def test_a_run_that_diverged_is_no_accuracy() -> None:
     line = skew_table(grid).splitlines()[-1]
     assert line.split() == ["alpha=0.1", "2", "60.00", "50.00", "(1", "of", "2", "diverged)", "diverged"]
     assert "4 of 4 cells" in report(grid)
+    good = {seed: row(0.5 + seed / 100) for seed in range(3)}
+    assert difference({**good, 2: {"failed": "worker 3"}}, good) == "no interval, 1 of 6 runs diverged"
+    assert difference(good, good) == "+0.00 points (95% +0.00 to +0.00, n=3): excludes a loss of more than 1.5 points"
 
 
 def test_shards_alike_have_a_paired_interval_and_skewed_ones_have_none() -> None:
@@ -129,15 +159,51 @@ def test_shards_alike_have_a_paired_interval_and_skewed_ones_have_none() -> None
     assert "excludes" not in lines[1]
 
 
+def test_shorter_runs_stand_beside_those_of_table_1() -> None:
+    accuracies = {"epochs=10": (0.50, 0.40), "epochs=20": (0.55, 0.54), "": (0.60, 0.61)}
+    grid = grid_of(
+        *(
+            (cell("length" if setting else "homogeneous", variant, seed, setting), row(accuracy + seed / 100))
+            for setting, pair in accuracies.items()
+            for variant, accuracy in zip(("ssgd", "cocod"), pair, strict=True)
+            for seed in range(3)
+        )
+    )
+    lines = [line.split(maxsplit=2) for line in length_table(grid).splitlines()[2:5]]
+    assert [line[:2] for line in lines] == [["small_resnet", "10"], ["small_resnet", "20"], ["small_resnet", "table"]]
+    differences = ["-10.00 points (95% -10.00 to -10.00, n=3)", "-1.00 points", "+1.00 points"]
+    for line, apart in zip(lines, differences, strict=True):
+        assert apart in line[2]
+
+
 def test_steps_to_a_loss_that_all_reach() -> None:
     def curve(*losses: float) -> list[list[float]]:
         return [[i + 1, 10 * (i + 1), 0.5, 1.0, loss, 1.0] for i, loss in enumerate(losses)]
 
     slow, fast = row(0.5, 1.0, curve(2.0, 1.504, 1.6)), row(0.5, 1.0, curve(1.7, 1.3, 1.2))
     grid = grid_of((cell("iterations", "ssgd", n=1), slow), (cell("iterations", "ssgd", n=2), fast))
-    assert common_loss(grid) == 1.51
+    assert common_loss(grid) == 1.81  # 1.2 times the higher of both lowest, rounded up
     assert (steps_to(slow, 1.51), steps_to(fast, 1.51)) == (20, 20)
     assert steps_to(fast, 1.7) == 10
+
+
+def test_linear_is_by_the_speed_of_all_workers() -> None:
+    """Two workers, one of them twice as fast, are three of the slow one."""
+
+    def curve(steps: int) -> dict[str, Any]:
+        return row(0.5, 1.0, [[1, steps, 0.5, 1.0, 1.0, 1.0]])
+
+    grid = grid_of(
+        (cell("iterations", "cocod", n=1), curve(90)),
+        (cell("iterations", "cocod", n=2), curve(60)),
+        (cell("iterations", "cocod", setting="mixed", n=2), curve(36)),
+    )
+    assert [line.split()[-3:] for line in iterations_table(grid).splitlines()[2:]] == [
+        ["90", "1.00x", "100%"],
+        ["60", "1.50x", "75%"],
+        ["90", "1.00x", "100%"],
+        ["36", "2.50x", "83%"],
+    ]
 
 
 # --------------------------------------------------------------------------------------------------- running
@@ -150,9 +216,33 @@ def test_a_cell_with_a_row_of_the_same_settings_is_done(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"name": "cut off')
     assert missing(todo, read_rows([file, tmp_path / "none.jsonl"])) == todo[2:]
+    # A row of other settings hides none, whichever comes last; what was cut off takes none with it.
+    append(file, json.dumps({"name": todo[2].name, "made_with": fingerprint(todo[2])}))
+    append(file, json.dumps({"name": todo[0].name, "made_with": "another"}))
+    assert missing(todo, read_rows([file])) == todo[3:]
+
+
+def test_what_is_no_row_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
     file.write_text('{"no": "row"}\n')
     with pytest.raises(ConfigError, match="line 1 is no row"):
         read_rows([file])
+
+
+def test_overrides_make_other_rows_unless_they_change_nothing() -> None:
+    one = cells(scale_of("smoke"), ["homogeneous"])[0]
+    assert fingerprint(one, ("task.data_dir=elsewhere", "logging.every_steps=7")) == fingerprint(one)
+    others = [fingerprint(one, (override,)) for override in ("schedule.epochs=3", "seed=7", "batch_size=8")]
+    assert len({*others, fingerprint(one)}) == 4
+    # The paper's step is one of whatever batch is basic.
+    assert one.on(("batch_size=8",)).batch_size == 8
+
+
+def test_a_cell_whose_settings_were_edited_meanwhile_is_not_run(tmp_path: Path) -> None:
+    one = cells(scale_of("smoke"), ["scaling"])[0]
+    with pytest.raises(ConfigError, match="edited while the grid ran"):
+        run(one, tmp_path, [], "another")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.timeout(300)

@@ -1,12 +1,13 @@
 """One cell of a grid, in a process of its own.
 
-python -m cocod_accel.reproduce.cell '{"cell": {...}, "out": "...", "overrides": []}'
+python -m cocod_accel.reproduce.cell '{"cell": {...}, "out": "...", "overrides": [], "made_with": "..."}'
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,17 +15,21 @@ from typing import Any
 
 import torch
 
+from cocod_accel.config import ConfigError
 from cocod_accel.reproduce.grid import Cell
-from cocod_accel.reproduce.running import row_of
+from cocod_accel.reproduce.running import fingerprint, row_of
 from cocod_accel.simulator.folders import write
 from cocod_accel.simulator.learning import Learning
 from cocod_accel.simulator.simulate import configured, simulate
 from cocod_accel.steps import NonFiniteLossError
 
 
-def run(cell: Cell, out: Path, overrides: list[str]) -> None:
+def run(cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:
+    """``made_with``: the fingerprint when the grid was begun; files may have been edited since."""
     torch.set_num_threads(1)
-    cluster = cell.on()
+    if fingerprint(cell, tuple(overrides)) != made_with:
+        raise ConfigError(f"{cell.name}: its settings were edited while the grid ran; start it again")
+    cluster = cell.on(overrides)
     config = configured(cluster, [*cell.arguments, *overrides])
     config.output, config.name = str(out / "runs"), cell.name
     begun = out / "runs" / cell.name
@@ -36,15 +41,24 @@ def run(cell: Cell, out: Path, overrides: list[str]) -> None:
         write(done, Learning(config, threads=1).rows() if cell.learns else None)
     except NonFiniteLossError as error:  # a result, not a fault
         failed = str(error)
-    line = json.dumps(row_of(cell, begun, failed)) + "\n"
-    with (out / "rows.jsonl").open("a") as file:
+    else:
+        (begun / "made_with").write_text(made_with)
+    append(out / "rows.jsonl", json.dumps(row_of(cell, begun, made_with, failed)))
+
+
+def append(path: Path, line: str) -> None:
+    with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # cells run side by side
-        file.write(line)
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # somebody was cut off here
+                file.write(b"\n")
+        file.write(line.encode() + b"\n")
 
 
 def main(job: dict[str, Any]) -> None:
     cell = job["cell"]
-    run(Cell(**{**cell, "arguments": tuple(cell["arguments"])}), Path(job["out"]), job["overrides"])
+    run(Cell(**{**cell, "arguments": tuple(cell["arguments"])}), Path(job["out"]), job["overrides"], job["made_with"])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 
 from cocod_accel.config import ConfigError, load_config
 from cocod_accel.reproduce.grid import MODELS, Cell, cells, scale_of
-from cocod_accel.reproduce.running import folder_of, missing, read_rows, run_cells
+from cocod_accel.reproduce.running import done_rows, folder_of, missing, read_rows, run_cells
 from cocod_accel.reproduce.tables import Grid, report
 from cocod_accel.runtime import launch_command
 from cocod_accel.tasks import build_task
@@ -44,7 +44,7 @@ def run(
     if scale_name == "full":
         return _full(grid, overrides, out, dry_run=dry_run)
     rows = read_rows([*rows_files, out / "rows.jsonl"])
-    todo = [] if only_tables else missing(grid, rows)
+    todo = [] if only_tables else missing(grid, rows, overrides)
     if dry_run:
         for cell in todo:
             print(cell.name)
@@ -59,7 +59,7 @@ def run(
             print(f"error: {error}", file=sys.stderr)
             return 1
         rows = read_rows([*rows_files, out / "rows.jsonl"])
-    done = {cell.name: rows[cell.name] for cell in grid if cell not in missing([cell], rows)}
+    done = done_rows(grid, rows, overrides)
     if not done:
         raise ConfigError(f"{out / 'rows.jsonl'}: holds no row of these cells; run them first, or give --rows FILE")
     write(Grid(grid, done), out, overrides)
@@ -93,10 +93,13 @@ def _full(grid: Sequence[Cell], overrides: Sequence[str], out: Path, *, dry_run:
     most = max(cell.num_workers for cell in grid)
     if not dry_run and gpus < most:
         raise ConfigError(
-            f"--scale=full: needs {most} GPUs on this machine, {gpus} are here; --dry-run prints the commands for a cluster"
+            f"--scale=full: needs {most} GPUs on this machine, {gpus} are here; --dry-run prints the commands, for a cluster with its own --config_file"
         )
     for cell in grid:
         own = [f"name={cell.name}", f"output={out / 'runs'}", f"cluster.num_workers={cell.num_workers}", *overrides]
+        if cell.part == "heterogeneous":  # as in the paper: equal GPUs, half of which are slowed down
+            speeds = cell.on().speeds()
+            own.append(f"emulate.slowdown=[{','.join(f'{max(speeds) / speed:g}' for speed in speeds)}]")
         arguments = [os.path.relpath(a) if a.endswith(".yaml") else a for a in cell.arguments]
         load_config([*arguments, *own])
         if dry_run:

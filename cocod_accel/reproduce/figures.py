@@ -10,8 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from cocod_accel.report.look import styles_of
-from cocod_accel.reproduce.grid import NAMES
-from cocod_accel.reproduce.tables import Grid, accuracies, common_loss, iterations_by_workers
+from cocod_accel.reproduce.tables import ITERATIONS, Grid, accuracies, common_loss, iterations_by_workers
 
 
 def _axes() -> tuple[Figure, Any]:
@@ -32,7 +31,7 @@ def _line(axes: Any, xs: list[float], values: list[list[float]], style: Any, lab
 
 
 def draw_skew(grid: Grid) -> Figure | None:
-    """Accuracy against the period, a line for each label skew; S-SGD is where there is no round, left of period 1."""
+    """Accuracy against the period, a line for each label skew, and S-SGD's as a level of the same colour."""
     settings = [s for s in grid.settings("skew") if " k=" in s]
     if not settings:
         return None
@@ -47,13 +46,16 @@ def draw_skew(grid: Grid) -> Figure | None:
                 points.append((float(setting.split("k=")[1]), found))
         label = alpha.replace("alpha=", "alpha ") + (", shards alike" if alpha.endswith("inf") else "")
         _line(axes, [k for k, _ in points], [v for _, v in points], styles[alpha], label)
+        base = list(accuracies(grid.of("skew", "resnet18", "ssgd", alpha)).values())
+        if base:
+            axes.axhline(statistics.fmean(base), color=styles[alpha].colour, linestyle=":", linewidth=1)
     ticks = sorted({int(s.split("k=")[1]) for s in settings})
     axes.set_xscale("log")
     axes.set_xticks(ticks, [str(k) for k in ticks])
     axes.minorticks_off()
     axes.set_xlabel("period k (steps a round)")
     axes.set_ylabel("best test accuracy, %")
-    axes.set_title("CoCoD-SGD on label-skewed shards, 16 workers; mean and st. dev.", loc="left", fontsize=10)
+    axes.set_title("CoCoD-SGD on label-skewed shards, 16 workers; mean and st. dev.; dotted: S-SGD", loc="left", fontsize=10)
     axes.legend(frameon=False)
     return picture
 
@@ -64,23 +66,23 @@ def draw_iterations(grid: Grid) -> Figure | None:
     if loss is None:
         return None
     picture, axes = _axes()
-    variants = ("ssgd", "cocod")
-    styles = styles_of([NAMES[variant] for variant in variants])
+    styles = styles_of(list(ITERATIONS))
     first: float | None = None
     counts: list[int] = []
-    for variant in variants:
-        found = iterations_by_workers(grid, loss, variant)
+    for name in ITERATIONS:
+        found = iterations_by_workers(grid, loss, name)
         counts = sorted({*counts, *found})
         if found and first is None:
             first = statistics.fmean(found[min(found)]) * min(found)
-        _line(axes, [float(n) for n in found], list(found.values()), styles[NAMES[variant]], NAMES[variant])
+        if len(found) > 1:
+            _line(axes, [float(n) for n in found], list(found.values()), styles[name], name)
     if first is not None:
         axes.plot(counts, [first / n for n in counts], color="#777777", linestyle=":", linewidth=1, label="linear speedup")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
-    axes.set_xlabel("workers")
+    axes.set_xlabel("speed of all workers together, over that of the slowest")
     axes.set_ylabel(f"steps to training loss {loss:g}")
     axes.set_title("Linear iteration speedup (Remarks 1 and 2); mean and st. dev.", loc="left", fontsize=10)
     axes.legend(frameon=False)

@@ -1,8 +1,8 @@
 """The paper's experiments, and those that go beyond it, as cells: one run each, named by what sets it apart.
 
 Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
-``skew`` (label-skewed shards against the period), ``remedies`` (the worst of those, mended) and ``iterations`` (steps to a
-loss against the number of workers, Remarks 1 and 2).
+``skew`` (label-skewed shards against the period), ``remedies`` (the worst of those, mended), ``iterations`` (steps to a
+loss against the number of workers, Remarks 1 and 2) and ``length`` (shorter runs: when CoCoD-SGD has caught up).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cocod_accel.config import ConfigError, load_config
 from cocod_accel.strict import profiles, require_choice
 
 CONFIGS = profiles()
-PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations")
+PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")
 SCALES = ("smoke", "small", "full")
 
 #: The paper's names of what it compares, and the files of configs/variants that are it.
@@ -38,6 +38,8 @@ WORKERS = (1, 2, 4, 8, 16)
 PERIODS = (1, 5, 8, 24)
 #: Dirichlet alphas; None: shards alike.
 ALPHAS = (None, 1.0, 0.1)
+#: Workers of which half are twice as fast, with batches by speed.
+MIXED = "mixed"
 REMEDIES = {
     "pull 0.5": ("algorithm.pull_back=0.5",),
     "outer 0.5": ("algorithm.outer_momentum=0.5",),
@@ -69,10 +71,10 @@ class Cell:
         parts = [self.part, self.model, self.variant, *self.setting.replace(",", "").split(), f"n{self.num_workers}"]
         return "-".join(part for part in [*parts, f"seed{self.seed}"] if part).replace("=", "")
 
-    def on(self) -> Cluster:
+    def on(self, overrides: Sequence[str] = ()) -> Cluster:
         """The paper's cluster, with its payload and a step for the batch of this cell, whatever learns on it."""
         cluster = load_cluster(CONFIGS / "cluster" / f"{self.cluster}.yaml")
-        batch = load_config(list(self.arguments)).batch_size
+        batch = load_config([*self.arguments, *overrides]).batch_size
         cluster = replace(cluster, payload_bytes=PAYLOAD_BYTES[self.model], batch_size=batch)
         return cluster if self.num_workers == cluster.num_workers else cluster.resized(self.num_workers)
 
@@ -88,6 +90,8 @@ class Scale:
     alphas: tuple[float | None, ...]
     #: (period, alpha) of the cells that remedies are tried in.
     worst: tuple[tuple[int, float | None], ...]
+    #: Epochs of the runs that are shorter than the others.
+    lengths: tuple[int, ...]
 
     def arguments(self, environment: str, model: str, *more: str) -> tuple[str, ...]:
         profile = str(CONFIGS / f"{environment}_16gpu.yaml")
@@ -96,13 +100,20 @@ class Scale:
         return (profile, str(CONFIGS / "reproduce" / f"{self.name}.yaml"), f"model.name={MODELS[model]}", *more)
 
 
-_SMALL = Scale("small", (0, 1, 2), WORKERS, PERIODS, ALPHAS, worst=((8, 0.1), (24, 0.1)))
+_SMALL = Scale("small", (0, 1, 2), WORKERS, PERIODS, ALPHAS, worst=((8, 0.1), (24, 0.1)), lengths=(10, 20))
 _SIZES = {
     "small": _SMALL,
     "smoke": replace(
-        _SMALL, name="smoke", seeds=(0, 1), workers=(1, 4), periods=(1, 5), alphas=(None, 0.1), worst=((5, 0.1),)
+        _SMALL,
+        name="smoke",
+        seeds=(0, 1),
+        workers=(1, 4),
+        periods=(1, 5),
+        alphas=(None, 0.1),
+        worst=((5, 0.1),),
+        lengths=(1,),
     ),
-    "full": replace(_SMALL, name="full"),
+    "full": replace(_SMALL, name="full", lengths=(30, 60)),
 }
 
 
@@ -118,7 +129,7 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
     wanted = only or PARTS
     makers = {
         "homogeneous": _homogeneous, "scaling": _scaling, "heterogeneous": _heterogeneous,
-        "skew": _skew, "remedies": _remedies, "iterations": _iterations,
+        "skew": _skew, "remedies": _remedies, "iterations": _iterations, "length": _length,
     }  # fmt: skip
     found = [cell for part in PARTS if part in wanted for cell in makers[part](scale)]
     found.sort(key=lambda cell: (cell.learns, cell.seed))
@@ -149,7 +160,9 @@ def _heterogeneous(scale: Scale) -> Iterator[Cell]:
         for model in MODELS:
             for variant in HETEROGENEOUS:
                 file = str(CONFIGS / "variants" / f"{variant}.yaml")
-                profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}")
+                # Rounds of AsynLocal-SGD, 1,920 samples, fill an epoch, as steps with proportional sampling, 384, do.
+                size = ["task.train_limit=5760"] if scale.name == "small" else []
+                profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}", *size)
                 given = (profile, file, *rest)
                 yield Cell("heterogeneous", model, variant, "", 16, seed, given, f"{_cluster(model)}_heterogeneous")
 
@@ -187,14 +200,14 @@ def _remedies(scale: Scale) -> Iterator[Cell]:
 
 
 def _iterations(scale: Scale) -> Iterator[Cell]:
-    """Short epochs of a tenth of the data, so that the step at which a loss is reached is known well; a constant rate."""
-    size = (
-        [] if scale.name == "full" else [f"task.train_limit={2560 if scale.name == 'small' else 160}", "task.test_limit=200"]
-    )
-    epochs = 30 if scale.name == "small" else 3
-    size += (
-        [] if scale.name == "full" else [f"schedule.epochs={epochs}", "schedule.warmup_epochs=0", "schedule.decay_epochs=[]"]
-    )
+    """Short epochs of less data, each evaluated, so that the step that reaches a loss is known well; but for
+    ``full``, which has the paper's schedule, a constant rate.
+    """
+    small = scale.name == "small"
+    size = [] if scale.name == "full" else [
+        f"task.train_limit={2560 if small else 160}", "task.test_limit=200", f"schedule.epochs={30 if small else 3}",
+        "schedule.warmup_epochs=0", "schedule.decay_epochs=[]", "evaluation.every_epochs=1",
+    ]  # fmt: skip
     for seed in scale.seeds:
         for variant in ("ssgd", "cocod"):
             for n in scale.workers:
@@ -202,6 +215,26 @@ def _iterations(scale: Scale) -> Iterator[Cell]:
                 given += [] if scale.name == "full" else ["algorithm.period=5"]
                 arguments = scale.arguments("homogeneous", "resnet18", *given)
                 yield Cell("iterations", "resnet18", variant, "", n, seed, arguments, "paper")
+        for n in scale.workers[1:]:
+            speeds = ",".join(["1"] * (n // 2) + ["2"] * (n // 2))
+            given = [f"seed={seed}", f"cluster.num_workers={n}", f"cluster.speeds=[{speeds}]", *size]
+            given += [] if scale.name == "full" else ["algorithm.period=5"]
+            arguments = scale.arguments("heterogeneous", "resnet18", *given)
+            yield Cell("iterations", "resnet18", "cocod", MIXED, n, seed, arguments, "paper_heterogeneous")
+
+
+def _length(scale: Scale) -> Iterator[Cell]:
+    """The paper's schedule, squeezed into fewer epochs."""
+    for seed in scale.seeds:
+        for epochs in scale.lengths:
+            alone = round(epochs / 12)  # with period 1, as 10 of 120
+            period = f"[[0,1],[{alone},5]]" if alone else "5"
+            size = [f"schedule.epochs={epochs}", f"schedule.warmup_epochs={epochs / 24:g}", f"algorithm.period={period}"]
+            size.append(f"schedule.decay_epochs=[{round(epochs * 2 / 3)}]" if epochs > 2 else "schedule.decay_epochs=[]")
+            for model in MODELS:
+                for variant in ("ssgd", "cocod"):
+                    given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"seed={seed}", *size)
+                    yield Cell("length", model, variant, f"epochs={epochs}", 16, seed, given, _cluster(model))
 
 
 def _cluster(model: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from cocod_accel.reproduce.grid import Cell
 from cocod_accel.simulator.simulate import configured, title
 
 Row = dict[str, Any]
+#: By the name of a cell and what it was made with: rows of other settings hide none.
+Rows = dict[tuple[str, str], Row]
 #: What of a summary and of an evaluation is kept.
 _SUMMARY = (
     "steps", "rounds", "best_accuracy", "final_accuracy", "train_seconds", "time_to_accuracy", "comm_bytes",
@@ -46,14 +49,14 @@ _FREE_KEYS = (
 _POLL_SECONDS = 0.2
 
 
-def read_rows(paths: Iterable[Path]) -> dict[str, Row]:
-    """name of a cell -> its row; a last line that was cut off is left out."""
-    rows: dict[str, Row] = {}
+def read_rows(paths: Iterable[Path]) -> Rows:
+    """A last line that was cut off is left out."""
+    rows: Rows = {}
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
             try:
                 row = json.loads(line)
-                rows[row["name"]] = row
+                rows[row["name"], row["made_with"]] = row
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 if line.endswith("}"):
                     raise ConfigError(f"{path}: line {number} is no row of a cell; remove it") from error
@@ -61,20 +64,27 @@ def read_rows(paths: Iterable[Path]) -> dict[str, Row]:
 
 
 @cache
-def fingerprint(cell: Cell) -> str:
+def fingerprint(cell: Cell, overrides: tuple[str, ...] = ()) -> str:
     """What the row of a cell must have been made with: its configuration where that is not as usual, and its cluster.
 
     A new key of the configuration, as long as it is not used, makes no old row invalid.
     """
-    cluster = cell.on()
-    given, usual = (flattened(asdict(config)) for config in (configured(cluster, list(cell.arguments)), Config()))
+    cluster = cell.on(overrides)
+    given, usual = (flattened(asdict(config)) for config in (configured(cluster, [*cell.arguments, *overrides]), Config()))
     tree = {key: value for key, value in given.items() if value != usual.get(key) and not key.startswith(_FREE_KEYS)}
     return hashlib.blake2b(json.dumps([tree, title(cluster)], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
-def missing(cells: Sequence[Cell], rows: dict[str, Row]) -> list[Cell]:
+def done_rows(cells: Sequence[Cell], rows: Rows, overrides: Sequence[str] = ()) -> dict[str, Row]:
+    """name of a cell -> its row, of those that have one of these settings."""
+    keys = [(cell.name, fingerprint(cell, tuple(overrides))) for cell in cells]
+    return {key[0]: rows[key] for key in keys if key in rows}
+
+
+def missing(cells: Sequence[Cell], rows: Rows, overrides: Sequence[str] = ()) -> list[Cell]:
     """Cells without a row, or with one of other settings."""
-    return [cell for cell in cells if rows.get(cell.name, {}).get("made_with") != fingerprint(cell)]
+    done = done_rows(cells, rows, overrides)
+    return [cell for cell in cells if cell.name not in done]
 
 
 def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequence[str] = ()) -> None:
@@ -114,7 +124,8 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequenc
 
 
 def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
-    job = json.dumps({"cell": asdict(cell), "out": str(out), "overrides": list(overrides)})
+    made_with = fingerprint(cell, tuple(overrides))
+    job = json.dumps({"cell": asdict(cell), "out": str(out), "overrides": list(overrides), "made_with": made_with})
     with log.open("w") as complaints:
         return subprocess.Popen(
             [sys.executable, "-m", "cocod_accel.reproduce.cell", job],
@@ -129,9 +140,9 @@ def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> subpro
 # ---------------------------------------------------------------------------------------------- rows and folders
 
 
-def row_of(cell: Cell, folder: Path, failed: str | None = None) -> Row:
+def row_of(cell: Cell, folder: Path, made_with: str, failed: str | None = None) -> Row:
     """What is kept of a run."""
-    row: Row = {"name": cell.name, "made_with": fingerprint(cell), "learns": cell.learns}
+    row: Row = {"name": cell.name, "made_with": made_with, "learns": cell.learns}
     if failed is not None:
         return {**row, "failed": failed}
     summary = json.loads((folder / "summary.json").read_text())
@@ -152,13 +163,17 @@ def evaluations(row: Row) -> list[dict[str, Any]]:
 
 
 def folder_of(cell: Cell, row: Row, out: Path, overrides: Sequence[str] = ()) -> Path | None:
-    """The run folder of a row, made anew if it is not there; None if the run failed."""
+    """The run folder of a row, made anew if it is not there or another's; None if the run failed."""
     folder = out / "runs" / cell.name
     if "failed" in row:
         return None
-    if not (folder / "summary.json").is_file():
-        config = configured(cell.on(), [*cell.arguments, *overrides])
-        folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / "made_with"
+    if not mark.is_file() or mark.read_text() != row["made_with"]:
+        config = configured(cell.on(overrides), [*cell.arguments, *overrides])
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        mark.write_text(row["made_with"])
         save_config(config, folder / "config.yaml")
         rows = [{"kind": "eval", **evaluation, "simulated": True} for evaluation in evaluations(row)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))

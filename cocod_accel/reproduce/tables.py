@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cocod_accel.reproduce.grid import HETEROGENEOUS, HOMOGENEOUS, MODELS, NAMES, REMEDIES, Cell
+from cocod_accel.reproduce.grid import HETEROGENEOUS, HOMOGENEOUS, MIXED, MODELS, NAMES, REMEDIES, Cell
 from cocod_accel.reproduce.running import Row, evaluations
 from cocod_accel.tables import aligned
 
@@ -76,9 +76,9 @@ def accuracy_cell(rows: dict[int, Row]) -> str:
     return spread(found)
 
 
-def seconds_of(rows: dict[int, Row]) -> float | None:
-    """Mean virtual training seconds; they do not depend on what was learnt."""
-    found = [row["train_seconds"] for row in rows.values() if "failed" not in row]
+def mean_of(rows: dict[int, Row], key: str) -> float | None:
+    """Over seeds; of times, which do not depend on what was learnt."""
+    found = [row[key] for row in rows.values() if "failed" not in row]
     return statistics.fmean(found) if found else None
 
 
@@ -111,50 +111,66 @@ class Interval:
         return f"{self.mean:+.2f} points (95% {self.low:+.2f} to {self.high:+.2f}, n={self.n}): {self.verdict}"
 
 
+def difference(ours: dict[int, Row], theirs: dict[int, Row]) -> str | None:
+    """In words; None: too few seeds. What diverged cannot be left out of a mean."""
+    diverged = sum("failed" in row for rows in (ours, theirs) for row in rows.values())
+    if diverged:
+        return f"no interval, {diverged} of {len(ours) + len(theirs)} runs {_DIVERGED}"
+    interval = Interval.of(accuracies(ours), accuracies(theirs))
+    return None if interval is None else str(interval)
+
+
 def environment_table(grid: Grid, part: str) -> str:
     """Table 1 or 2 beside ours, and virtual training time."""
     variants = HOMOGENEOUS if part == "homogeneous" else HETEROGENEOUS
     header = ["best test accuracy, %", "n"]
     for model in MODELS:
-        header += [f"{model}, paper", f"{MODELS[model]}, ours", "virtual s", "S-SGD / it"]
+        header += [f"{model}, paper", f"{MODELS[model]}, ours", "virtual s", "speed"]
     body, lines = [], []
     for variant in variants:
         found = {model: grid.of(part, model, variant) for model in MODELS}
         cells = [NAMES[variant], str(max(map(len, found.values())))]
         for model, rows in found.items():
-            seconds, slowest = seconds_of(rows), seconds_of(grid.of(part, model, "ssgd"))
+            seconds, gain = mean_of(rows, "train_seconds"), speed(grid, part, model).get(variant)
             cells += [f"{PAPER[part][model][variant]:.2f}", accuracy_cell(rows)]
-            cells.append("-" if seconds is None else f"{seconds:.1f}")
-            cells.append("-" if seconds is None or slowest is None else f"{slowest / seconds:.2f}x")
+            cells += ["-" if seconds is None else f"{seconds:.1f}", "-" if gain is None else f"{gain:.2f}x"]
         body.append(cells)
     for model in MODELS:
-        pair = [accuracies(grid.of(part, model, variant)) for variant in ("cocod", "ssgd")]
-        interval = Interval.of(*pair)
-        if interval is not None:
-            lines.append(f"{MODELS[model]}: CoCoD-SGD minus S-SGD, paired by seed: {interval}")
+        apart = difference(grid.of(part, model, "cocod"), grid.of(part, model, "ssgd"))
+        if apart is not None:
+            lines.append(f"{MODELS[model]}: CoCoD-SGD minus S-SGD, paired by seed: {apart}")
         lines += time_claims(grid, part, model)
     return (
         "\n".join([aligned([header, *body]), *lines]) if any(grid.of(part, m, v) for m in MODELS for v in variants) else ""
     )
 
 
+def speed(grid: Grid, part: str, model: str) -> dict[str, float]:
+    """Samples a virtual second over S-SGD's: epochs of whole rounds have not all the same number of samples."""
+    variants = HOMOGENEOUS if part == "homogeneous" else HETEROGENEOUS
+    found = {variant: mean_of(grid.of(part, model, variant), "samples_per_second") for variant in variants}
+    base = found["ssgd"]
+    return {} if base is None else {name: value / base for name, value in found.items() if value is not None}
+
+
 def time_claims(grid: Grid, part: str, model: str) -> list[str]:
     """What the paper says of the order of training times, and what was found."""
-    variants = HOMOGENEOUS if part == "homogeneous" else HETEROGENEOUS
-    known = {variant: seconds_of(grid.of(part, model, variant)) for variant in variants}
-    times = {variant: seconds for variant, seconds in known.items() if seconds is not None}
+    speeds = speed(grid, part, model)
+    found = sorted(speeds, key=lambda variant: -speeds[variant])
     lines = []
-    if part == "homogeneous" and len(times) == len(variants):
+    if part == "homogeneous" and len(found) == len(HOMOGENEOUS):
         claimed = ["cocod", "local", "pipe", "ssgd"]
-        found = sorted(times, key=lambda variant: times[variant])
         says = "as in the paper" if found == claimed else "NOT the paper's CoCoD-SGD < Local-SGD < Pipe-SGD < S-SGD"
         lines.append(f"{MODELS[model]}: time order {' < '.join(NAMES[v] for v in found)}: {says}")
     if part == "heterogeneous":
         for plain, sampled in (("ssgd", "ssgd_ps"), ("pipe", "pipe_ps")):
-            if plain in times and sampled in times:
-                helps = "helps" if times[sampled] < times[plain] else "does NOT help"
-                gain = times[plain] / times[sampled]
+            if plain in speeds and sampled in speeds:
+                gain = speeds[sampled] / speeds[plain]
+                helps = "helps" if gain > 1 else "does NOT help"
                 lines.append(f"{MODELS[model]}: proportional sampling {helps} {NAMES[plain]}: {gain:.2f} times as fast")
+        if len(found) == len(HETEROGENEOUS):
+            says = "as in the paper" if found[0] == "cocod" else "NOT the paper's CoCoD-SGD"
+            lines.append(f"{MODELS[model]}: fastest is {NAMES[found[0]]}, {says}")
     return lines
 
 
@@ -172,9 +188,9 @@ def skew_table(grid: Grid) -> str:
         most = max(len(base), *map(len, cells.values()))
         body.append([alpha, str(most), accuracy_cell(base), *map(accuracy_cell, cells.values())])
         for k, rows in cells.items() if alpha == "alpha=inf" else ():
-            interval = Interval.of(accuracies(rows), accuracies(base))
-            if interval is not None:
-                lines.append(f"{alpha}, k={k}: CoCoD-SGD minus S-SGD, paired by seed: {interval}")
+            apart = difference(rows, base)
+            if apart is not None:
+                lines.append(f"{alpha}, k={k}: CoCoD-SGD minus S-SGD, paired by seed: {apart}")
     return "\n".join([aligned([header, *body]), *lines])
 
 
@@ -194,16 +210,41 @@ def remedies_table(grid: Grid) -> str:
     return aligned([header, *body])
 
 
+def length_table(grid: Grid) -> str:
+    """How far CoCoD-SGD is from S-SGD after shorter runs, and after those of table 1."""
+    lengths = grid.settings("length")
+    if not lengths:
+        return ""
+    body = []
+    for model in MODELS:
+        for part, setting in [*(("length", setting) for setting in lengths), ("homogeneous", "")]:
+            ours, theirs = (grid.of(part, model, variant, setting) for variant in ("cocod", "ssgd"))
+            interval = Interval.of(accuracies(ours), accuracies(theirs))
+            cells = [
+                MODELS[model],
+                setting.removeprefix("epochs=") or "table 1's",
+                accuracy_cell(theirs),
+                accuracy_cell(ours),
+            ]
+            body.append([*cells, "-" if interval is None else str(interval)])
+    header = ["best test accuracy, %", "epochs", NAMES["ssgd"], NAMES["cocod"], "CoCoD-SGD minus S-SGD, paired by seed"]
+    return aligned([header, *body])
+
+
 # ------------------------------------------------------------------------------------------ iterations
 
 
+#: Above the lowest loss that all reach: near its own lowest a curve is flat, and when it gets there is chance.
+_SLACK = 1.2
+
+
 def common_loss(grid: Grid) -> float | None:
-    """The lowest training loss that every run of ``iterations`` reaches, rounded up."""
+    """A training loss that every run of ``iterations`` reaches on its way down; None if one of them diverged."""
     rows = [grid.rows[c.name] for c in grid.cells if c.part == "iterations" and c.name in grid.rows]
     if not rows or any("failed" in row for row in rows):
         return None
     lowest = [min(float(e["train_loss"]) for e in evaluations(row)) for row in rows]
-    return math.ceil(100 * max(lowest)) / 100
+    return math.ceil(100 * _SLACK * max(lowest)) / 100
 
 
 def steps_to(row: Row, loss: float) -> int:
@@ -211,33 +252,36 @@ def steps_to(row: Row, loss: float) -> int:
     return int(next(e["step"] for e in evaluations(row) if e["train_loss"] <= loss))
 
 
-def iterations_by_workers(grid: Grid, loss: float, variant: str) -> dict[int, list[float]]:
-    """number of workers -> steps to the loss, seed by seed."""
-    counts = sorted({c.num_workers for c in grid.cells if c.part == "iterations"})
-    found = {n: grid.of("iterations", "resnet18", variant, num_workers=n) for n in counts}
-    return {n: [float(steps_to(row, loss)) for row in rows.values()] for n, rows in found.items() if rows}
+#: What ``iterations`` compares: name -> its variant and setting.
+ITERATIONS = {"S-SGD": ("ssgd", ""), "CoCoD-SGD": ("cocod", ""), "CoCoD-SGD, mixed": ("cocod", MIXED)}
+
+
+def iterations_by_workers(grid: Grid, loss: float, name: str) -> dict[int, list[float]]:
+    """Workers, counted by the slowest's speed -> steps to the loss, seed by seed. Alone, all are CoCoD-SGD or S-SGD."""
+    variant, setting = ITERATIONS[name]
+    per_worker = 1.5 if setting == MIXED else 1.0
+    found = {}
+    for n in sorted({c.num_workers for c in grid.cells if c.part == "iterations"}):
+        rows = grid.of("iterations", "resnet18", variant, setting if n > 1 else "", num_workers=n)
+        if rows:
+            found[n if n == 1 else round(per_worker * n)] = [float(steps_to(row, loss)) for row in rows.values()]
+    return found
 
 
 def iterations_table(grid: Grid) -> str:
+    """Steps to one loss; linear is as many times fewer as all workers together are faster than the slowest."""
     loss = common_loss(grid)
     if loss is None:
-        return ""
-    found = {variant: iterations_by_workers(grid, loss, variant) for variant in ("ssgd", "cocod")}
-    counts = sorted(set().union(*found.values()))
-    header = [f"steps to training loss {loss:g}", "n"]
-    for variant in found:
-        header += [NAMES[variant], "speedup", "of linear"]
+        diverged = any(c.part == "iterations" and "failed" in grid.rows.get(c.name, {}) for c in grid.cells)
+        return "no table: a run diverged" if diverged else ""
     body = []
-    for n in counts:
-        cells = [f"{n} worker{'s' if n > 1 else ''}", str(max(len(steps.get(n, [])) for steps in found.values()))]
-        for steps in found.values():
-            alone, mine = steps.get(min(counts)), steps.get(n)
-            if not alone or not mine:
-                cells += ["-", "-", "-"]
-                continue
-            speedup = statistics.fmean(alone) / statistics.fmean(mine)
-            cells += [spread(mine, 0), f"{speedup:.2f}x", f"{speedup / n * min(counts):.0%}"]
-        body.append(cells)
+    for name in ITERATIONS:
+        found = iterations_by_workers(grid, loss, name)
+        for size, steps in found.items():
+            speedup = statistics.fmean(found[min(found)]) / statistics.fmean(steps)
+            linear = size / min(found)
+            body.append([name, str(len(steps)), str(size), spread(steps, 0), f"{speedup:.2f}x", f"{speedup / linear:.0%}"])
+    header = [f"steps to training loss {loss:g}", "n", "workers' speed", "steps", "speedup", "of linear"]
     return aligned([header, *body])
 
 
@@ -249,6 +293,7 @@ def report(grid: Grid) -> str:
         ("Label-skewed shards (Dirichlet alpha)", skew_table(grid)),
         ("Remedies", remedies_table(grid)),
         ("Linear iteration speedup", iterations_table(grid)),
+        ("Shorter runs", length_table(grid)),
     ]
     done = sum(cell.name in grid.rows for cell in grid.cells)
     head = f"{done} of {len(grid.cells)} cells; seconds are virtual, of the paper's cluster as configs/cluster has it"
