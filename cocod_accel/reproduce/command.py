@@ -93,8 +93,8 @@ def _full(grid: Sequence[Cell], overrides: Sequence[str], out: Path, *, dry_run:
     most = max(cell.num_workers for cell in grid)
     if not dry_run and gpus < most:
         raise ConfigError(
-            f"--scale=full: needs {most} GPUs on this machine, {gpus} are here; --dry-run prints the commands, which take the "
-            "--config_file of a cluster"
+            f"--scale=full: needs {most} GPUs on this machine, {gpus} are here; --dry-run prints the commands, which "
+            "take the --config_file of a cluster"
         )
     for cell in grid:
         own = [f"name={cell.name}", f"output={out / 'runs'}", f"cluster.num_workers={cell.num_workers}", *overrides]
