@@ -36,7 +36,7 @@ from tests.test_trainer import command
 def test_every_cell_is_a_configuration_that_can_be_planned(scale: str) -> None:
     found = cells(scale_of(scale))
     assert len({cell.name for cell in found}) == len(found)
-    for cell in found:
+    for cell in (cell for cell in found if cell.seed == 1 or cell.part == "scaling"):  # other seeds differ in nothing else
         config = configured(cell.on(), list(cell.arguments))
         assert config.seed == cell.seed
         assert config.algorithm.name == cell.variant.removesuffix("_ps")
