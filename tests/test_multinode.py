@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from cocod_accel.cluster import load_cluster
+from cocod_accel.comm import Link
 from cocod_accel.lab import Lab, why_not
 from cocod_accel.report import read_summary
 from tests.blocks import read_blocks
 from tests.test_launch import manifest
-from tests.test_trainer import BIN, ROOT, TINY, read_quietly
+from tests.test_trainer import BIN, ROOT, TINY, command, read_quietly
 from tests.test_tutorials import logical_lines
 
 _REASON = why_not()
@@ -120,10 +122,10 @@ def test_however_they_are_started_it_is_the_same_model(start: Start, lab: Lab, f
         assert found[key] == expected[key], key
 
 
-def two_machine_blocks() -> list[list[str]]:
+def two_machine_blocks(title: str = "Two machines") -> list[list[str]]:
     """The tutorial's blocks for two machines: of each the line for the first and the one for the second."""
     page = (ROOT / "docs" / "tutorials" / "sixteen_gpus.md").read_text()
-    section = page.split("\n## Two machines\n")[1].split("\n## ")[0]
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return [logical_lines(block.text) for block in read_blocks(section) if block.language == "bash"]
 
 
@@ -142,6 +144,30 @@ def test_the_tutorials_lines_work_as_written(lab: Lab, tmp_path: Path) -> None:
     started_by_accelerate, started_by_torchrun = summaries
     for key in ("model_digest", "final_accuracy", "steps", "num_workers", "comm_bytes"):
         assert started_by_accelerate[key] == started_by_torchrun[key], key
+
+
+@pytest.mark.timeout(240)
+def test_two_machines_measure_the_link_between_them(lab: Lab, tmp_path: Path) -> None:
+    """A limited link: what is planned from must be its time, not that of a machine's memory."""
+    (lines,) = two_machine_blocks("What the link between them allows")
+    own = [
+        line.replace("10.0.0.1", lab.address(0)).replace("/shared/runs", str(tmp_path)).replace("two.yaml 40", "two.yaml 4")
+        for line in lines
+    ]
+    lab.limit(Link(bandwidth_mbit=50))
+    try:
+        processes = on_both(lab, [["bash", "-c", line] for line in own[:2]], [{}, {}])
+        said = texts(processes, 150)
+    finally:
+        lab.limit(Link())
+    assert [process.returncode for process in processes] == [0, 0], said
+    cluster = load_cluster(tmp_path / "two.yaml")
+    payload = cluster.payload_bytes or 311_016  # of the quickstart's model
+    sent = 8 * payload / 50e6  # in a ring of two everybody sends the payload once
+    assert 0.9 * sent < cluster.allreduce_seconds(payload) < 4 * sent
+    planned = command("cocod", *own[2].split()[1:], "--out", str(tmp_path / "plan"), seconds=100)
+    assert planned.returncode == 0, planned.stderr
+    assert "cluster.num_workers=16" in planned.stdout
 
 
 @pytest.mark.timeout(240)

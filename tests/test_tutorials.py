@@ -210,6 +210,8 @@ def check_dry(words: list[str]) -> None:
     words, environment = words[len(variables) :], {**os.environ, **dict(word.split("=", 1) for word in variables)}
     if words[:2] == ["cocod", "train"]:
         load_training_config(words[2:])
+    elif words[:2] == ["cocod", "plan"]:
+        load_training_config(list(itertools.takewhile(lambda word: not word.startswith("--"), words[2:])))
     elif words[:2] == ["accelerate", "launch"]:
         check_accelerate(words[2:])
     elif words[0] == "torchrun":
@@ -257,7 +259,11 @@ def check_torchrun(words: list[str]) -> None:
 
 
 def check_run(module: str, arguments: list[str], num_processes: int) -> Config:
-    assert module == "cocod_accel.train"
+    if module == "cocod_accel.plan.measure":
+        _, seconds, *arguments = arguments
+        assert float(seconds) > 0
+    else:
+        assert module == "cocod_accel.train"
     config = load_training_config(arguments)
     assert config.cluster.num_workers == num_processes, "the run would refuse to start"
     return config
