@@ -237,12 +237,27 @@ def test_a_shorter_payload_only_where_theory_minds_the_period() -> None:
     fine = advise(slow_link(20), TASK, [2])  # 4 steps
     assert (fine.payload, fine.period, fine.warnings) == ("fp32", 5, [])
     shorter = advise(slow_link(4), TASK, [2])  # 20 steps
-    assert (shorter.payload, shorter.period, shorter.warnings) == ("bf16", 12, [])
+    assert (shorter.payload, shorter.period) == ("bf16", 12)
+    assert all("workers' data differ" in warning for warning in shorter.warnings)
     assert any("fp32 would need 22" in why for _, _, why in shorter.reasons)
     shortest = advise(slow_link(1), TASK, [2])  # 80 steps: more than theory has an opinion on, and never shortened
     assert shortest.payload == "int8"
     assert 22 <= shortest.period <= 24
     assert "accuracy may suffer" in shortest.warnings[0]
+
+
+def test_long_rounds_of_skewed_workers_are_warned_of() -> None:
+    """docs/reproduction.md: of periods 1, 5, 8 and 24 the last one lost accuracy on label-skewed shards."""
+
+    def skewed(link: float, *more: str) -> list[str]:
+        return [warning for warning in advise(slow_link(link), [*TASK, *more], [2]).warnings if "data differ" in warning]
+
+    assert not skewed(20)  # period 5
+    (warning,) = skewed(4)  # 12
+    assert warning.startswith("period 12 is above 8: if the workers' data differ, accuracy may suffer")
+    (warning,) = (w for w in advise(slow_link(4), [*TASK, "task.label_skew=0.1"], [2]).warnings if "label_skew" in w)
+    assert warning.startswith("period 12 is above 8: with task.label_skew=0.1, accuracy may suffer")
+    assert not [w for w in advise(slow_link(20), [*TASK, "task.label_skew=0.1"], [2]).warnings if "label_skew" in w]
 
 
 def test_workers_that_differ_get_proportional_batches_and_their_rate() -> None:
