@@ -33,7 +33,7 @@ bench: $(READY)
 	-$(BIN)/pip install --quiet --editable .[bench]
 	$(BIN)/cocod bench configs/bench/links.yaml
 
-# Whether the simulator's step times are those of real workers; about a quarter of an hour.
+# Whether the simulator's step times are those of real workers; some 20 minutes.
 bench-simulated: $(READY)
 	$(BIN)/cocod bench configs/bench/simulated.yaml --out benchmarks/results/simulated
 
