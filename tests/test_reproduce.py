@@ -13,7 +13,7 @@ from cocod_accel.cluster import load_cluster
 from cocod_accel.config import ConfigError, load_config
 from cocod_accel.reproduce.cell import append, run
 from cocod_accel.reproduce.grid import CONFIGS, MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
-from cocod_accel.reproduce.running import fingerprint, missing, read_rows
+from cocod_accel.reproduce.running import done_rows, fingerprint, missing, read_rows
 from cocod_accel.reproduce.tables import (
     Grid,
     Interval,
@@ -204,6 +204,16 @@ def test_linear_is_by_the_speed_of_all_workers() -> None:
         ["90", "1.00x", "100%"],
         ["36", "2.50x", "83%"],
     ]
+
+
+def test_the_page_shows_what_the_rows_in_the_repository_say() -> None:
+    """And they are of the grid as it is: a change of its size makes them rows of another."""
+    grid = cells(scale_of("small"))
+    rows = read_rows([Path("docs/reproduction/small.jsonl")])
+    assert [cell.name for cell in missing(grid, rows)] == []
+    page = Path("docs/reproduction.md").read_text()
+    for part in report(Grid(grid, done_rows(grid, rows))).split("\n\n"):
+        assert part.split("\n", 1)[-1] in page
 
 
 # --------------------------------------------------------------------------------------------------- running
