@@ -33,7 +33,7 @@ bench: $(READY)
 	-$(BIN)/pip install --quiet --editable .[bench]
 	$(BIN)/cocod bench configs/bench/links.yaml
 
-# Whether the simulator's step times are those of real workers; some 20 minutes.
+# Whether the simulator's step times are those of real workers; takes root, and a quarter of an hour of an idle machine.
 bench-simulated: $(READY)
 	$(BIN)/cocod bench configs/bench/simulated.yaml --out benchmarks/results/simulated
 
@@ -43,7 +43,7 @@ bench-core: $(READY)
 bench-mixed: $(READY)
 	$(BIN)/python -m benchmarks.mixed
 
-# Whether cocod plan finds the best period of a slow link; some 8 minutes, in the network lab if there can be one.
+# Whether cocod plan finds the best period of a slow link; some 6 minutes, in the network lab if there can be one.
 bench-plan: $(READY)
 	$(BIN)/python -m benchmarks.plan
 

@@ -1,10 +1,10 @@
 """Whether the period that ``cocod plan`` recommends is the best one: found by trying them all on the same link.
 
-    python -m benchmarks.plan [--ratio 3] [--repeats 5] [--no-lab] [--out FOLDER]
+    python -m benchmarks.plan [--ratio 3] [--repeats 10] [--no-lab] [--out FOLDER]
 
 Two workers on a link on which an average takes ``--ratio`` steps: in a network lab (root), else emulated. The measurement of
 ``cocod plan`` comes first; then blocks of CoCoD-SGD with every period from 1 to 10 are interleaved, each between two blocks
-without communication. A figure is the median of such ratios.
+without communication, on a link that follows the machine's speed. A figure is the median of such ratios.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def table(rows: list[dict[str, object]], recommended: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratio", type=float, default=3.0, help="steps that an average takes; default: 3")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="of a block, at least; default: 20")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the measurement; default: 30")
     parser.add_argument("--no-lab", action="store_true", help="emulate the link")
@@ -79,8 +79,9 @@ def main() -> None:
     times = advice.times
     text = "\n".join(
         [
-            f"two workers {where}: a step takes {1e3 * times.compute_seconds:.0f} ms, an average "
-            f"{times.comm_seconds / times.compute_seconds:.2f} steps, interference {times.interference:.0%} (cocod plan)",
+            f"two workers {where}, made for averages of {options.ratio:g} steps; cocod plan finds: a step takes "
+            f"{1e3 * times.compute_seconds:.0f} ms, an average {times.comm_seconds / times.compute_seconds:.2f} steps, "
+            f"interference {times.interference:.0%}",
             table(read_rows(rows_file), advice.period),
         ]
     )

@@ -176,10 +176,13 @@ class EvaluationConfig:
 
     #: Evaluate after every so many epochs; the last one always.
     every_epochs: int = 1
-    #: Of test images, on every worker.
+    #: Of images that are evaluated, on every worker.
     batch_size: int = 250
     #: Accuracies whose first reaching is reported as time to accuracy.
     targets: list[float] = field(default_factory=lambda: [0.7, 0.75, 0.8, 0.85])
+    #: Also take the averaged model's loss on the training data, built-in ones not augmented: ``mean_train_loss`` in rows,
+    #: where ``train_loss`` is the mean of what the workers' own models lost while they trained.
+    training_loss: bool = False
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.config import Config
+from cocod_accel.randomness import kept_randomness
 from cocod_accel.tasks import Task
 from cocod_accel.tasks.data import batches
 
@@ -34,27 +35,40 @@ def check_finite(losses: Sequence[Tensor], rank: int, step: int) -> None:
 
 
 def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: int, device: torch.device) -> list[float]:
-    """Right answers and the sum of losses over one worker's part of the test set; the model is in its evaluation mode."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    indices = torch.arange(rank, task.num_test, num_workers)
-    with torch.no_grad():
-        for inputs, labels in batches(task.test, indices, config.evaluation.batch_size, device):
+    """Right answers and the sum of losses over one worker's part of the test set, then, as far as it is asked for, the sum
+    of losses over its part of the training set, built-in ones not augmented; the model is in its evaluation mode.
+    """
+
+    def sums(data: Any, size: int) -> tuple[float, float]:
+        correct, losses = 0.0, 0.0
+        indices = torch.arange(rank, size, num_workers)
+        for inputs, labels in batches(data, indices, config.evaluation.batch_size, device):
             with torch.autocast(device.type, torch.bfloat16, config.precision == "bf16"):
                 outputs = model(inputs)
-            sums[0] += (outputs.argmax(1) == labels).sum().item()
-            sums[1] += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
-    return sums.tolist()
+            correct += (outputs.argmax(1) == labels).sum().item()
+            losses += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
+        return correct, losses
+
+    with torch.no_grad():
+        tested = sums(task.test, task.num_test)
+        if not config.evaluation.training_loss:
+            return [*tested, 0.0]
+        with kept_randomness():  # a loader draws from it, and training goes on as if nobody had looked
+            return [*tested, sums(task.train, task.num_train)[1]]
 
 
-def evaluation_row(epoch: int, rows: Sequence[Sequence[float]], num_test: int) -> dict[str, Any]:
+def evaluation_row(epoch: int, rows: Sequence[Sequence[float]], config: Config, task: Task) -> dict[str, Any]:
     """All workers' evaluation of an epoch, counted from 0.
 
     A row is what :func:`score` returned, the sum of the epoch's training losses over samples, and the number of those.
     """
-    correct, test_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(4))
-    return {
+    correct, test_loss, mean_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(5))
+    row = {
         "epoch": epoch + 1,
-        "accuracy": correct / num_test,
-        "test_loss": test_loss / num_test,
+        "accuracy": correct / task.num_test,
+        "test_loss": test_loss / task.num_test,
         "train_loss": train_loss / num_samples,
     }
+    if config.evaluation.training_loss:
+        row["mean_train_loss"] = mean_loss / task.num_train
+    return row

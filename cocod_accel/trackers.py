@@ -93,8 +93,9 @@ def _make(name: str, config: Config, folder: Path) -> Any:
         for pattern in ("eval/*", "train/*", "comm/*"):
             tracker.tracker.define_metric(pattern, step_metric="train_seconds")
         # The columns of the runs table: the best of a run, not its last.
-        for name, best in (("eval/accuracy", "max"), ("eval/test_loss", "min"), ("eval/train_loss", "min")):
-            tracker.tracker.define_metric(name, step_metric="train_seconds", summary=best)
+        tracker.tracker.define_metric("eval/accuracy", step_metric="train_seconds", summary="max")
+        for name in ("test_loss", "train_loss", "mean_train_loss"):
+            tracker.tracker.define_metric(f"eval/{name}", step_metric="train_seconds", summary="min")
     else:
         tracker = TensorBoardTracker("tensorboard", logging_dir=str(folder))
         tracker.start()

@@ -467,8 +467,8 @@ class Trainer:
         samples = self.at.index * self.work.batch
         loss = self.losses.item() / self.at.index
         rows = self._gather([*scored, loss * samples, float(samples), self.clock.seconds])
-        seconds = max(row[4] for row in rows)
-        row = {**evaluation_row(epoch, rows, self.task.num_test), "train_seconds": seconds}
+        seconds = max(row[-1] for row in rows)
+        row = {**evaluation_row(epoch, rows, self.config, self.task), "train_seconds": seconds}
         accuracy = row["accuracy"]
         self.at.accuracy, self.at.best_accuracy = accuracy, max(self.at.best_accuracy, accuracy)
         self.times.note(accuracy, seconds)

@@ -26,6 +26,7 @@ from cocod_accel.simulator.inprocess import InProcessGroup
 from cocod_accel.simulator.learning import Learning
 from cocod_accel.simulator.lockstep import Lockstep
 from cocod_accel.steps import NonFiniteLossError
+from cocod_accel.tasks.data import Images
 from tests import loops
 from tests.workers import run_workers
 
@@ -53,7 +54,7 @@ OWN = [
 SAMPLED = ["cluster.speeds=[1, 2]", "cluster.proportional=true"]
 RUNS: dict[str, list[str]] = {
     **{name: [*DEFAULT, f"algorithm.name={name}"] for name in ALGORITHMS},
-    "augmented": [*DEFAULT, "algorithm.name=cocod", "task.augment=true"],
+    "augmented": [*DEFAULT, "algorithm.name=cocod", "task.augment=true", "evaluation.training_loss=true"],
     "proportional ssgd": [*TINY, "algorithm.name=ssgd", *SAMPLED, "cluster.shuffle=across"],
     "proportional pipe": [*TINY, "algorithm.name=pipe", *SAMPLED, "optimizer.scale_learning_rate=false"],
     "adam": [*TINY, "algorithm.name=cocod", *SAMPLED, "optimizer.name=adam"],
@@ -110,6 +111,29 @@ def check_run(run: Path, arguments: Sequence[str]) -> None:
 @pytest.mark.parametrize("name", list(RUNS))
 def test_two_workers_are_two_processes_to_the_bit(name: str, real: Path) -> None:
     check_run(real / name, RUNS[name])
+
+
+def test_the_mean_models_training_loss_is_of_all_training_data_as_they_are() -> None:
+    """Neither augmented, nor of a worker's own model; the model at the end is the mean that was looked at last."""
+    learning = Learning(load_config(RUNS["augmented"]))
+    last = [row.values for row in learning.rows() if row.kind == "eval"][-1]
+    images = learning.task.train
+    assert isinstance(images, Images)
+    with torch.no_grad():
+        inputs, labels = images.batch(torch.arange(len(images)), torch.device("cpu"), None)
+        loss = nn.functional.cross_entropy(learning.model.eval()(inputs), labels)
+    assert last["mean_train_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert last["mean_train_loss"] != pytest.approx(last["train_loss"], rel=1e-2)
+
+
+def test_nobody_learns_otherwise_for_a_look_at_the_training_loss() -> None:
+    """Of a user's own data neither, whose loader draws random numbers."""
+    digests = set()
+    for look in ("true", "false"):
+        learning = Learning(load_config([*RUNS["own data"], f"evaluation.training_loss={look}"]))
+        list(learning.rows())
+        digests.add(learning.outcome().model_digest)
+    assert len(digests) == 1
 
 
 def test_one_worker_is_one_process_to_the_bit(tmp_path: Path) -> None:

@@ -70,6 +70,24 @@ def test_the_margin_and_the_least_period_are_the_callers() -> None:
         choose_period(times, margin=-1)
 
 
+@pytest.mark.parametrize(
+    ("interference", "bound", "period"),
+    [
+        (0.0, 100.0, 3),  # nothing is lost
+        (0.01, 100.0, 3),  # 0.027 of a step a round: less than 3% of three
+        (0.1, 100.0, 9),  # 0.27 of a step a round, 3% of nine
+        (0.1, 5.9, 5),  # theory allows no more
+        (0.1, 1.0, 3),  # and shortens nothing that hides
+    ],
+)
+def test_a_longer_period_where_transfers_slow_steps_down_as_far_as_theory_allows(
+    interference: float, bound: float, period: int
+) -> None:
+    times = StepTimes(0.1, 0.27, interference)
+    assert choose_period(times, bound=bound) == period
+    assert choose_period(times) == 3
+
+
 seconds = st.floats(1e-4, 1e2)
 
 
@@ -244,6 +262,21 @@ def test_a_shorter_payload_only_where_theory_minds_the_period() -> None:
     assert shortest.payload == "int8"
     assert 22 <= shortest.period <= 24
     assert "accuracy may suffer" in shortest.warnings[0]
+
+
+def test_the_papers_cluster_is_planned_with_the_papers_period() -> None:
+    """Interference asks for 12; theory allows what the paper had."""
+    advice = advise(load_cluster(CLUSTERS / "paper.yaml"), ["configs/homogeneous_16gpu.yaml"], [16])
+    assert (advice.algorithm, advice.period, advice.warnings) == ("cocod", 5, [])
+    [why] = [why for what, _, why in advice.reasons if what == "period"]
+    assert why.endswith("1 hides it, with 10% to spare; 5 makes steps 7% longer for it instead of 36%, and is the longest recommended")
+
+
+def test_no_period_is_made_longer_than_what_is_warned_of() -> None:
+    cluster = replace(slow_link(30), interference=0.3)
+    advice = advise(cluster, [*TASK, "schedule.epochs=200"], [2])
+    assert advice.period == 8
+    assert not advice.warnings
 
 
 def test_long_rounds_of_skewed_workers_are_warned_of() -> None:

@@ -51,6 +51,7 @@ def test_the_full_grid_is_the_papers() -> None:
         ("heterogeneous-resnet18-cocod-n16-seed0", [32] * 8 + [64] * 8, 0.24),
         ("heterogeneous-vgg16-ssgd-n16-seed0", [32] * 16, 0.16),
         ("homogeneous-vgg16-local-n16-seed2", [32] * 16, 0.16),
+        ("heterogeneous-vgg16-pipe_ps-cifar100-n16-seed1", [32] * 8 + [64] * 8, 0.24),
     ):
         config = load_config(list(full[name].arguments))
         work = Work.of(config, task_facts(config).num_train, 0)
@@ -59,6 +60,7 @@ def test_the_full_grid_is_the_papers() -> None:
         assert work.learning_rate(config, 80.0) == pytest.approx(rate / 10)
         assert config.period_by_epoch == [(0, 1), (10, 5)]
         assert config.schedule.epochs == 120
+        assert config.task.name == ("cifar100" if "cifar100" in name else "cifar10")
 
 
 @pytest.mark.parametrize("model", list(MODELS))
@@ -178,7 +180,7 @@ def test_shorter_runs_stand_beside_those_of_table_1() -> None:
 
 def test_steps_to_a_loss_that_all_reach() -> None:
     def curve(*losses: float) -> list[list[float]]:
-        return [[i + 1, 10 * (i + 1), 0.5, 1.0, loss, 1.0] for i, loss in enumerate(losses)]
+        return [[i + 1, 10 * (i + 1), 0.5, 1.0, 0.1, 1.0, loss] for i, loss in enumerate(losses)]
 
     slow, fast = row(0.5, 1.0, curve(2.0, 1.504, 1.6)), row(0.5, 1.0, curve(1.7, 1.3, 1.2))
     grid = grid_of((cell("iterations", "ssgd", n=1), slow), (cell("iterations", "ssgd", n=2), fast))
@@ -191,7 +193,7 @@ def test_linear_is_by_the_speed_of_all_workers() -> None:
     """Two workers, one of them twice as fast, are three of the slow one."""
 
     def curve(steps: int) -> dict[str, Any]:
-        return row(0.5, 1.0, [[1, steps, 0.5, 1.0, 1.0, 1.0]])
+        return row(0.5, 1.0, [[1, steps, 0.5, 1.0, 0.1, 1.0, 1.0]])
 
     grid = grid_of(
         (cell("iterations", "cocod", n=1), curve(90)),
@@ -305,5 +307,5 @@ def test_the_full_grid_prints_its_commands() -> None:
     done = command("cocod", "reproduce", "--scale", "full", "--only", "homogeneous", "--dry-run", seconds=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 24
+    assert len(lines) == 48  # two data sets, two models, four algorithms, three seeds
     assert all("accelerate launch" in line and "cocod_accel.train" in line for line in lines)

@@ -1,4 +1,7 @@
-"""Whether ``cocod plan`` finds the period: it measures a link, then CoCoD-SGD is timed on it with every period."""
+"""Whether ``cocod plan`` finds the period: it measures a link, then CoCoD-SGD is timed on it with every period.
+
+Every row has what r_1 was meant to be for the measurement, and what it was found to be, which the periods are tried on.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,12 @@ def time_periods(config: Config, task: Task, job: dict[str, Any]) -> Iterator[di
     link = ask(compute, emulated=emulated)
     if emulated:
         config.emulate.link.bandwidth_mbit = link["bandwidth_mbit"]
-    found = measure_cluster(config, task, Accelerator(cpu=True), job["seconds"])
+    cluster = as_cluster(measure_cluster(config, task, Accelerator(cpu=True), job["seconds"]), "lab")
     if dist.get_rank() == 0:
-        save_cluster(as_cluster(found, "lab"), Path(job["cluster"]))
+        save_cluster(cluster, Path(job["cluster"]))
+    # A machine's speed drifts, and r_1 with it: every period is tried on what the plan was made for.
+    payload_bytes = sum(p.numel() * p.element_size() for p in limit.module.parameters())
+    ratio = cluster.allreduce_seconds(payload_bytes) / cluster.step_seconds
     periods: list[int] = job["periods"]
     everybody = {k: make("cocod", config, task, {**job, "period": k}) for k in periods}
     for k, contender in everybody.items():
@@ -46,7 +52,7 @@ def time_periods(config: Config, task: Task, job: dict[str, Any]) -> Iterator[di
         before = block(limit, data, _FEW_STEPS, job["steps"])
         for k in periods[turn:] + periods[:turn]:
             contender = everybody[k]
-            link = ask(before, emulated=emulated)
+            link = ask(before, emulated=emulated, ratio=ratio)
             if emulated:
                 assert isinstance(contender, Ours)
                 contender.emulate(Link(bandwidth_mbit=link["bandwidth_mbit"]))
@@ -54,6 +60,7 @@ def time_periods(config: Config, task: Task, job: dict[str, Any]) -> Iterator[di
             taken = block(contender, data, 2 * k, k * math.ceil(job["steps"] / k))
             after = block(limit, data, _FEW_STEPS, job["steps"])
             row = {"kind": "period", "contender": CONTENDERS["cocod"].label, "period": k, "repeat": repeat, "link": link}
+            row["planned_ratio"] = ratio
             yield {**row, "seconds": taken, "limit_seconds": (before + after) / 2}
             before = after
     for contender in everybody.values():

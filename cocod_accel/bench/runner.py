@@ -115,7 +115,7 @@ class Bench:
 
     def _make_link(self, ratio: float, asked: dict[str, Any]) -> dict[str, Any]:
         """For the step that a worker has just seen. In a ring a worker sends 2 (N - 1) / N payloads."""
-        seconds = ratio * asked["compute_seconds"]
+        seconds = (asked["ratio"] or ratio) * asked["compute_seconds"]
         num_workers = self.settings.num_workers
         bandwidth = self._payload_bits * 2 * (num_workers - 1) / num_workers / seconds / 1e6
         if not asked["emulated"]:

@@ -59,12 +59,12 @@ def say(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
 
 
-def ask(compute_seconds: float, *, emulated: bool) -> dict[str, Any]:
+def ask(compute_seconds: float, *, emulated: bool, ratio: float | None = None) -> dict[str, Any]:
     """Have the link made for a step that takes so long: a machine's speed drifts, and r_1 is to stay what it is.
 
-    The answer describes the link.
+    ``ratio``: another r_1 than the job's. The answer describes the link.
     """
-    say({"kind": "ask", "compute_seconds": compute_seconds, "emulated": emulated})
+    say({"kind": "ask", "compute_seconds": compute_seconds, "emulated": emulated, "ratio": ratio})
     answer: list[dict[str, Any]] = [json.loads(sys.stdin.readline()) if dist.get_rank() == 0 else {}]
     dist.broadcast_object_list(answer)
     return answer[0]

@@ -1,7 +1,8 @@
 """What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
 
 The period follows from :func:`~cocod_accel.periods.choose_period`, the algorithm from the simulated time of all five. Theory
-warns where a period is longer than its bound; it never shortens one.
+warns where a period that hides an average is longer than its bound, and shortens none; it only limits how much longer a
+period is made for steps that transfers slow down.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.cluster import Cluster
 from cocod_accel.config import Config, ConfigError, load_config, merged_config
-from cocod_accel.periods import MARGIN, choose_period
+from cocod_accel.periods import LOSS, MARGIN, choose_period, lost_share
 from cocod_accel.plan.findings import ALIKE
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.tasks import task_facts
@@ -104,7 +105,7 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     )
     advice.reasons.append(("algorithm", algorithm, why))
     if not kind.reduces_gradients:
-        advice.reasons.append(("period", str(period), _why_period(times, period, algorithm)))
+        advice.reasons.append(("period", str(period), _why_period(times, period, algorithm, planner.fragments)))
         advice.reasons.extend(notes)
     advice.reasons.append(("batches", _runs(work.plan.batches), _why_batches(cluster, config)))
     scaled = f"{rate:g} of one worker times {factor:g} (Remark 4 of the paper), after the warm-up"
@@ -156,7 +157,7 @@ class _Planner:
         own += ["algorithm.optimizer_state=keep", "algorithm.payload=fp32", f"cluster.num_workers={len(self._speeds) or 2}"]
         load_config([*arguments, *_REAL_ONLY, *own])
         #: A round is at least as many steps as a model is sent in parts.
-        self._fragments = options.fragments
+        self.fragments = options.fragments
         #: Why a model may travel in full only, in words; empty: it may be shortened.
         self._full = "algorithm.fragments needs fp32" if options.fragments > 1 else ""
         if options.pull_back or options.outer_momentum:
@@ -185,9 +186,8 @@ class _Planner:
 
     def payload(self, cluster: Cluster) -> tuple[str, int, list[tuple[str, str, str]], list[str]]:
         """The longest payload whose period theory does not mind, that period, and what there is to say."""
-        config = self.config(cluster, "cocod", period=self._fragments)
-        num_steps = sum(Work.of(config, task_facts(config).num_train, 0).steps)
-        num_workers = cluster.num_workers
+        config = self.config(cluster, "cocod", period=self.fragments)
+        num_steps, num_workers = _num_steps(config), cluster.num_workers
         bound = paper_period_bound(num_steps, num_workers)
         named = f"theory's {bound:.2g} for {num_steps} steps of {num_workers} workers"
         tried: list[tuple[str, int]] = []
@@ -223,8 +223,9 @@ class _Planner:
         return payload, period, [("payload", payload, why)], warnings
 
     def period(self, cluster: Cluster, payload: str) -> int:
-        config = self.config(cluster, "cocod", period=self._fragments, payload=payload)
-        return choose_period(expected_times(cluster, config), least=self._fragments)
+        config = self.config(cluster, "cocod", period=self.fragments, payload=payload)
+        bound = min(paper_period_bound(_num_steps(config), cluster.num_workers), _SKEWED_PERIOD)
+        return choose_period(expected_times(cluster, config), least=self.fragments, bound=bound)
 
     def expected(self, cluster: Cluster, payload: str) -> Expected:
         speedups: dict[str, float | None] = dict.fromkeys(ALGORITHMS)
@@ -277,13 +278,25 @@ def is_uneven(cluster: Cluster) -> bool:
     return max(speeds) > (1 + ALIKE) * min(speeds)
 
 
-def _why_period(times: StepTimes, period: int, algorithm: str) -> str:
+def _num_steps(config: Config) -> int:
+    """Of worker 0 in the whole run."""
+    return sum(Work.of(config, task_facts(config).num_train, 0).steps)
+
+
+def _why_period(times: StepTimes, period: int, algorithm: str, least: int) -> str:
     facts = f"a step takes {1e3 * times.compute_seconds:.1f} ms, an average {1e3 * times.comm_seconds:.1f} ms"
+    if algorithm != "cocod":  # which waits for it in every round
+        waits = times.comm_seconds / (period * times.compute_seconds)
+        return f"{facts}: with it CoCoD-SGD would hide it; here steps are {waits:.0%} longer, less with a longer period"
     under = f" while computing goes on at {1 - times.interference:.0%}" if times.interference else ""
-    does = "hides it" if algorithm != "local" else "would hide it"
-    lost = times.interference * times.comm_seconds / (period * times.compute_seconds)
-    rest = f"; steps are {lost:.0%} longer for it, less with a longer period" if lost >= 0.005 else ""
-    return f"{facts}{under}: the smallest that {does}, with {MARGIN:.0%} to spare{rest}"
+    hiding, lost = choose_period(times, least=least), lost_share(times, period)
+    is_enough = lost <= LOSS * (1 + 1e-9)
+    spare = f"with {MARGIN:.0%} to spare"
+    if hiding < period:
+        costs = f"{period} makes steps {lost:.0%} longer for it instead of {lost_share(times, hiding):.0%}"
+        return f"{facts}{under}: {hiding} hides it, {spare}; {costs}{'' if is_enough else ', and is the longest recommended'}"
+    rest = f"; steps are {lost:.0%} longer for it" if lost >= 0.005 else ""
+    return f"{facts}{under}: the smallest that hides it, {spare}{rest}{'' if is_enough else ', less with a longer period'}"
 
 
 def _why_batches(cluster: Cluster, config: Config) -> str:

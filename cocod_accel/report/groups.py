@@ -28,6 +28,7 @@ _FREE_KEYS = frozenset(
         "cluster.frozen_seconds",
         "evaluation.batch_size",
         "evaluation.targets",
+        "evaluation.training_loss",
         "checkpoint.every_steps",
         "checkpoint.every_epochs",
         "checkpoint.every_minutes",

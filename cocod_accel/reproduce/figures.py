@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from cocod_accel.report.look import styles_of
 from cocod_accel.reproduce.tables import ITERATIONS, Grid, accuracies, common_loss, iterations_by_workers
@@ -80,10 +81,12 @@ def draw_iterations(grid: Grid) -> Figure | None:
         axes.plot(counts, [first / n for n in counts], color="#777777", linestyle=":", linewidth=1, label="linear speedup")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
     axes.set_xlabel("speed of all workers together, over that of the slowest")
-    axes.set_ylabel(f"steps to training loss {loss:g}")
+    axes.set_ylabel(f"steps to the mean model's training loss {loss:g}")
     axes.set_title("Linear iteration speedup (Remarks 1 and 2); mean and st. dev.", loc="left", fontsize=10)
     axes.legend(frameon=False)
     return picture

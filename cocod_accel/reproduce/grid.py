@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from cocod_accel.cluster import Cluster, load_cluster
 from cocod_accel.config import ConfigError, load_config
@@ -92,11 +93,13 @@ class Scale:
     worst: tuple[tuple[int, float | None], ...]
     #: Epochs of the runs that are shorter than the others.
     lengths: tuple[int, ...]
+    #: Of tables 1 and 2; a setting of their cells. "": what everything else is trained on, too.
+    data: tuple[str, ...] = ("",)
 
-    def arguments(self, environment: str, model: str, *more: str) -> tuple[str, ...]:
+    def arguments(self, environment: str, model: str, *more: str, data: str = "") -> tuple[str, ...]:
         profile = str(CONFIGS / f"{environment}_16gpu.yaml")
         if self.name == "full":
-            return (profile, str(CONFIGS / "tasks" / f"cifar10_{model}.yaml"), *more)
+            return (profile, str(CONFIGS / "tasks" / f"{data or 'cifar10'}_{model}.yaml"), *more)
         return (profile, str(CONFIGS / "reproduce" / f"{self.name}.yaml"), f"model.name={MODELS[model]}", *more)
 
 
@@ -113,7 +116,7 @@ _SIZES = {
         worst=((5, 0.1),),
         lengths=(1,),
     ),
-    "full": replace(_SMALL, name="full", lengths=(30, 60)),
+    "full": replace(_SMALL, name="full", lengths=(30, 60), data=("", "cifar100")),
 }
 
 
@@ -140,11 +143,9 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
 
 
 def _homogeneous(scale: Scale) -> Iterator[Cell]:
-    for seed in scale.seeds:
-        for model in MODELS:
-            for variant in HOMOGENEOUS:
-                given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"seed={seed}")
-                yield Cell("homogeneous", model, variant, "", 16, seed, given, _cluster(model))
+    for seed, data, model, variant in product(scale.seeds, scale.data, MODELS, HOMOGENEOUS):
+        given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"seed={seed}", data=data)
+        yield Cell("homogeneous", model, variant, data, 16, seed, given, _cluster(model))
 
 
 def _scaling(scale: Scale) -> Iterator[Cell]:
@@ -156,15 +157,12 @@ def _scaling(scale: Scale) -> Iterator[Cell]:
 
 
 def _heterogeneous(scale: Scale) -> Iterator[Cell]:
-    for seed in scale.seeds:
-        for model in MODELS:
-            for variant in HETEROGENEOUS:
-                file = str(CONFIGS / "variants" / f"{variant}.yaml")
-                # Rounds of AsynLocal-SGD, 1,920 samples, fill an epoch, as steps with proportional sampling, 384, do.
-                size = ["task.train_limit=5760"] if scale.name == "small" else []
-                profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}", *size)
-                given = (profile, file, *rest)
-                yield Cell("heterogeneous", model, variant, "", 16, seed, given, f"{_cluster(model)}_heterogeneous")
+    # Rounds of AsynLocal-SGD, 1,920 samples, fill an epoch, as steps with proportional sampling, 384, do.
+    size = ["task.train_limit=5760"] if scale.name == "small" else []
+    for seed, data, model, variant in product(scale.seeds, scale.data, MODELS, HETEROGENEOUS):
+        profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}", *size, data=data)
+        given = (profile, str(CONFIGS / "variants" / f"{variant}.yaml"), *rest)
+        yield Cell("heterogeneous", model, variant, data, 16, seed, given, f"{_cluster(model)}_heterogeneous")
 
 
 def _skewed(scale: Scale, seed: int, period: int, alpha: float | None, variant: str, *more: str) -> tuple[str, ...]:
@@ -200,14 +198,17 @@ def _remedies(scale: Scale) -> Iterator[Cell]:
 
 
 def _iterations(scale: Scale) -> Iterator[Cell]:
-    """Short epochs of less data, each evaluated, so that the step that reaches a loss is known well; but for
-    ``full``, which has the paper's schedule, a constant rate.
+    """Short epochs of less data, each evaluated, so that the step that reaches a loss is known well; but for ``full``, which
+    has the paper's schedule and model, a low constant rate and no BatchNorm: theory is about the mean of models, and the
+    mean of their statistics is not that of the mean model.
     """
     small = scale.name == "small"
     size = [] if scale.name == "full" else [
-        f"task.train_limit={2560 if small else 160}", "task.test_limit=200", f"schedule.epochs={30 if small else 3}",
-        "schedule.warmup_epochs=0", "schedule.decay_epochs=[]", "evaluation.every_epochs=1",
+        f"task.train_limit={2560 if small else 160}", "task.test_limit=200", f"schedule.epochs={60 if small else 3}",
+        "schedule.warmup_epochs=0", "schedule.decay_epochs=[]", "evaluation.every_epochs=1", "model.name=mlp",
+        "optimizer.learning_rate=0.0005",
     ]  # fmt: skip
+    size.append("evaluation.training_loss=true")
     for seed in scale.seeds:
         for variant in ("ssgd", "cocod"):
             for n in scale.workers:

@@ -35,6 +35,8 @@ _SUMMARY = (
     "comm_exposed_seconds", "comm_hidden_seconds", "samples_per_second",
 )  # fmt: skip
 _EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
+#: The same where the averaged model's loss on the training data was taken, too.
+_MORE = ("mean_train_loss",)
 #: What changes nothing of what a run learns.
 _FREE_KEYS = (
     "name",
@@ -148,7 +150,8 @@ def row_of(cell: Cell, folder: Path, made_with: str, failed: str | None = None) 
     summary = json.loads((folder / "summary.json").read_text())
     row |= {key: _short(summary[key]) for key in _SUMMARY}
     evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    row["evaluations"] = [[_short(e[key]) for key in _EVALUATION] for e in evaluations if e["kind"] == "eval"]
+    kept = [*_EVALUATION, *(key for key in _MORE if any(key in e for e in evaluations))]
+    row["evaluations"] = [[_short(e[key]) for key in kept] for e in evaluations if e["kind"] == "eval"]
     return row
 
 
@@ -159,7 +162,8 @@ def _short(value: Any) -> Any:
 
 
 def evaluations(row: Row) -> list[dict[str, Any]]:
-    return [dict(zip(_EVALUATION, values, strict=True)) for values in row["evaluations"]]
+    keys = (*_EVALUATION, *_MORE)
+    return [dict(zip(keys[: len(values)], values, strict=True)) for values in row["evaluations"]]
 
 
 def folder_of(cell: Cell, row: Row, out: Path, overrides: Sequence[str] = ()) -> Path | None:

@@ -239,17 +239,20 @@ _SLACK = 1.2
 
 
 def common_loss(grid: Grid) -> float | None:
-    """A training loss that every run of ``iterations`` reaches on its way down; None if one of them diverged."""
+    """A training loss of the mean model that every run of ``iterations`` reaches; None if there is none."""
     rows = [grid.rows[c.name] for c in grid.cells if c.part == "iterations" and c.name in grid.rows]
     if not rows or any("failed" in row for row in rows):
         return None
-    lowest = [min(float(e["train_loss"]) for e in evaluations(row)) for row in rows]
+    curves = [evaluations(row) for row in rows]
+    if any("mean_train_loss" not in e for curve in curves for e in curve):  # an override has switched it off
+        return None
+    lowest = [min(float(e["mean_train_loss"]) for e in curve) for curve in curves]
     return math.ceil(100 * _SLACK * max(lowest)) / 100
 
 
 def steps_to(row: Row, loss: float) -> int:
-    """Steps of a worker until an epoch's mean training loss is at or below; not interpolated."""
-    return int(next(e["step"] for e in evaluations(row) if e["train_loss"] <= loss))
+    """Steps of a worker until the mean model's training loss, looked at after every epoch, is at or below."""
+    return int(next(e["step"] for e in evaluations(row) if e["mean_train_loss"] <= loss))
 
 
 #: What ``iterations`` compares: name -> its variant and setting.
@@ -281,7 +284,7 @@ def iterations_table(grid: Grid) -> str:
             speedup = statistics.fmean(found[min(found)]) / statistics.fmean(steps)
             linear = size / min(found)
             body.append([name, str(len(steps)), str(size), spread(steps, 0), f"{speedup:.2f}x", f"{speedup / linear:.0%}"])
-    header = [f"steps to training loss {loss:g}", "n", "workers' speed", "steps", "speedup", "of linear"]
+    header = [f"steps to the mean model's training loss {loss:g}", "n", "workers' speed", "steps", "speedup", "of linear"]
     return aligned([header, *body])
 
 

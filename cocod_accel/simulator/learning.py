@@ -253,7 +253,7 @@ class Learning:
             rows.append([*scored, learner.losses.item() / learner.index * samples, float(samples)])
 
         self._lockstep.averaged(look)
-        values = evaluation_row(self._epoch, rows, self.task.num_test)
+        values = evaluation_row(self._epoch, rows, self.config, self.task)
         self._accuracies.append(values["accuracy"])
         self._tell("eval", values)
 

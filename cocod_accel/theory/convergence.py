@@ -184,7 +184,7 @@ PAPER_CONSTANT = PAPER_PERIOD / period_bound(PAPER_ITERATIONS, PAPER_WORKERS, 1.
 
 
 def paper_period_bound(num_iterations: int, num_workers: int) -> float:
-    """The bound of Remark 3 scaled through section 5: 5 (T / 11,640)^(1/4) (16 / N)^(3/4). A reason to warn, not a limit."""
+    """The bound of Remark 3 scaled through section 5: 5 (T / 11,640)^(1/4) (16 / N)^(3/4). A reason to warn."""
     return period_bound(num_iterations, num_workers, PAPER_CONSTANT)
 
 
