@@ -40,8 +40,8 @@ LIBRARY = [
     "hf",
 ]
 TRAINER = [
-    "schedule", "tables", "periods", "strict", "config", "cluster", "runtime", "tasks", "calibration",
-    "faults", "metrics", "trackers", "work", "steps", "autoperiod", "trainer", "simulator", "report", "train",
+    "schedule", "tables", "periods", "strict", "settings", "validation", "config", "cluster", "runtime", "tasks",
+    "calibration", "faults", "metrics", "trackers", "work", "steps", "autoperiod", "trainer", "simulator", "report", "train",
     "plan", "reproduce", "lab", "bench", "cli",
 ]  # fmt: skip
 ORDER = LIBRARY + TRAINER

@@ -269,7 +269,9 @@ def test_the_papers_cluster_is_planned_with_the_papers_period() -> None:
     advice = advise(load_cluster(CLUSTERS / "paper.yaml"), ["configs/homogeneous_16gpu.yaml"], [16])
     assert (advice.algorithm, advice.period, advice.warnings) == ("cocod", 5, [])
     [why] = [why for what, _, why in advice.reasons if what == "period"]
-    assert why.endswith("1 hides it, with 10% to spare; 5 makes steps 7% longer for it instead of 36%, and is the longest recommended")
+    assert why.endswith(
+        "1 hides it, with 10% to spare; 5 makes steps 7% longer for it instead of 36%, and is the longest recommended"
+    )
 
 
 def test_no_period_is_made_longer_than_what_is_warned_of() -> None:

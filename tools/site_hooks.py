@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "cocod_accel"
 TREES = (
     (
         "A run",
-        "config",
+        "settings",
         "Config",
         "Of `cocod train`, `cocod plan`, `cocod simulate` and `accelerate launch -m cocod_accel.train`: YAML files are "
         "merged in their order, then `key.sub=value` overrides. Unknown keys, wrong types and impossible combinations are "

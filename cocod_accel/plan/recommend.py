@@ -294,7 +294,8 @@ def _why_period(times: StepTimes, period: int, algorithm: str, least: int) -> st
     spare = f"with {MARGIN:.0%} to spare"
     if hiding < period:
         costs = f"{period} makes steps {lost:.0%} longer for it instead of {lost_share(times, hiding):.0%}"
-        return f"{facts}{under}: {hiding} hides it, {spare}; {costs}{'' if is_enough else ', and is the longest recommended'}"
+        limit = "" if is_enough else ", and is the longest recommended"
+        return f"{facts}{under}: {hiding} hides it, {spare}; {costs}{limit}"
     rest = f"; steps are {lost:.0%} longer for it" if lost >= 0.005 else ""
     return f"{facts}{under}: the smallest that hides it, {spare}{rest}{'' if is_enough else ', less with a longer period'}"
 
