@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from cocod_accel.algorithms import SSGD, Algorithm
 from cocod_accel.anchor import Anchor
 from cocod_accel.attempts import AttemptCounter, is_stepped_by_scaler
-from cocod_accel.averaging import Replica, Traffic, Wishes, check_weight
+from cocod_accel.averaging import Replica, Wishes
 from cocod_accel.checks import (
     ATTACHED,
     Report,
@@ -46,6 +46,8 @@ from cocod_accel.leaving import rest_before_exit
 from cocod_accel.nodes import Nodes
 from cocod_accel.payload import CodedMean
 from cocod_accel.rounds import Period, PeriodLike, RoundClock, check_fragments
+from cocod_accel.traffic import Traffic
+from cocod_accel.weights import check_weight
 
 _STATE_VERSION = 3
 _STATE_KEYS = (

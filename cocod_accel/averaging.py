@@ -1,7 +1,7 @@
-"""Weighted averaging: weights, merge rules, and one worker's average in flight.
+"""Weighted averaging: one worker's tensors, and its average in flight.
 
-The merge rules are pure functions on tensors. :class:`Replica` holds one worker's tensors and the one
-average it may have in flight; algorithms are written in its verbs: launch, merge, adopt, drop.
+:class:`Replica` holds one worker's tensors and the one average it may have in flight; algorithms are written in its verbs:
+launch, merge, adopt, drop. The merge rules are in :mod:`cocod_accel.weights`.
 """
 
 from __future__ import annotations
@@ -12,134 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cocod_accel.anchor import Anchor, pulled_offset_
-from cocod_accel.comm import Communicator, Handle, exposed_and_hidden, wait_for_device
+from cocod_accel.comm import Communicator, Handle, wait_for_device
 from cocod_accel.flat import FlatCopy, Segment, as_real, balanced_cuts
 from cocod_accel.payload import CodedMean, coded_bytes
-
-# ---------------------------------------------------------------------------------------------- weights
-
-
-def check_weight(weight: object) -> float:
-    """A worker's weight M_i as a positive finite float."""
-    if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"weight={weight!r} is not a number; pass this worker's batch size, e.g. weight=32")
-    value = float(weight)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"weight={weight!r} is not positive and finite; pass this worker's batch size, e.g. weight=32")
-    return value
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Every worker's weight M_j, seen from worker ``rank``: the mean is sum_j M_j x_j / sum_j M_j.
-
-    The sum is formed with the reduced integers (1 and 2 for batches 32 and 64) and divided once. Multiplying by
-    a rounded w_i = M_i / sum M_j instead would make the weights add up to 1 + 3e-8 in float32, and the model would grow
-    by that factor in every round.
-    """
-
-    values: tuple[float, ...]
-    rank: int = 0
-
-    @cached_property
-    def factors(self) -> tuple[float, ...]:
-        """What each worker's tensors are multiplied by before the sum."""
-        if len(set(self.values)) == 1:
-            return (1.0,) * len(self.values)
-        if all(float(value).is_integer() for value in self.values):
-            divisor = math.gcd(*(int(value) for value in self.values))
-            return tuple(value / divisor for value in self.values)
-        # Only a power of two divides every float exactly; it keeps tiny and huge weights in range.
-        exponent = math.frexp(max(self.values))[1]
-        return tuple(math.ldexp(value, -exponent) for value in self.values)
-
-    @property
-    def equal(self) -> bool:
-        return len(set(self.values)) == 1
-
-    @property
-    def share(self) -> float:
-        """w_i = M_i / sum M_j of this worker."""
-        return self.values[self.rank] / math.fsum(self.values)
-
-    @property
-    def factor(self) -> float:
-        """What this worker multiplies its tensors by before the sum."""
-        return self.factors[self.rank]
-
-    @property
-    def total(self) -> float:
-        """What the sum over all workers is divided by."""
-        return math.fsum(self.factors)
-
-    def scale_gradient_(self, gradient: Tensor) -> Tensor:
-        """g_i -> w_i g_i in place; with equal weights this is what stock DDP does, to the bit."""
-        return gradient.mul_(self.share)
-
-
-# ----------------------------------------------------------------------------------------- merge rules
-
-
-def mean_(weighted_sum: Tensor, total: float) -> Tensor:
-    """weighted_sum <- mean = weighted_sum / total."""
-    return weighted_sum.div_(total)
-
-
-def negated_delta_(weighted_sum: Tensor, snapshot: Tensor, total: float) -> Tensor:
-    """weighted_sum <- x_t - mean_t, with mean_t = weighted_sum / total, in one pass."""
-    divisor = torch.full((), total, dtype=weighted_sum.dtype, device=weighted_sum.device)
-    return torch.addcdiv(snapshot, weighted_sum, divisor, value=-1, out=weighted_sum)
-
-
-# ------------------------------------------------------------------------------------------- a replica
-
-
-@dataclass
-class Traffic:
-    """What communication has cost this worker so far, and, if asked for, when it happened."""
-
-    num_bytes: int = 0
-    exposed_seconds: float = 0.0
-    hidden_seconds: float = 0.0
-    #: (name, start, end) of every transfer ("communicate") and every time blocked by one ("wait"); None: not kept.
-    spans: list[tuple[str, float, float]] | None = None
-    _last_blocked: tuple[float, float] = (0.0, 0.0)
-
-    def wait_for(self, handles: Sequence[Handle]) -> None:
-        """Wait for collectives launched one after the other, and count what they cost together."""
-        blocked_from = time.perf_counter()
-        for handle in handles:
-            handle.wait()
-        blocked_until = time.perf_counter()
-        spans = [(handle.start_seconds, handle.end_seconds) for handle in handles]
-        exposed, hidden = exposed_and_hidden(spans, blocked_from)
-        # What ran while an earlier transfer was waited for was not hidden behind computation.
-        last_from, last_until = self._last_blocked
-        hidden -= min(
-            hidden, sum(max(0.0, min(end, last_until, blocked_from) - max(start, last_from)) for start, end in spans)
-        )
-        self._last_blocked = blocked_from, blocked_until
-        self.exposed_seconds += exposed
-        self.hidden_seconds += hidden
-        if self.spans is not None:
-            self.spans.extend(("communicate", start, end) for start, end in spans)
-            self.spans.append(("wait", blocked_from, blocked_until))
-
-    def counters(self) -> dict[str, float]:
-        return {
-            "num_bytes": self.num_bytes,
-            "exposed_seconds": self.exposed_seconds,
-            "hidden_seconds": self.hidden_seconds,
-        }
-
+from cocod_accel.traffic import Traffic
+from cocod_accel.weights import Weights, mean_, negated_delta_
 
 #: What is said of optimizer states that cannot be averaged.
 UNLIKE_STATES = (

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from cocod_accel import engine as engines
 from cocod_accel.algorithms import Algorithm, PipeSGD
-from cocod_accel.averaging import check_weight
 from cocod_accel.comm import bytes_of, default_group
 from cocod_accel.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 from cocod_accel.engine import EngineRouter, check_engine, is_engine
 from cocod_accel.nodes import Nodes
+from cocod_accel.weights import check_weight
 
 #: Modules that an algorithm is attached to now.
 ATTACHED: WeakSet[nn.Module] = WeakSet()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from cocod_accel.averaging import Weights
+from cocod_accel.weights import Weights
 
 
 @dataclass(frozen=True)

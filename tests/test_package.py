@@ -17,7 +17,9 @@ ROOT = Path(cocod_accel.__file__).parent
 LIBRARY = [
     "theory",
     "rounds",
+    "weights",
     "comm",
+    "traffic",
     "flat",
     "payload",
     "anchor",

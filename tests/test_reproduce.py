@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ def test_the_smoke_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    for arguments, said in (
+    cases = (
         (["--scale", "huge"], "--scale=huge"),
         (["--only", "nothing"], "--only=nothing"),
         (["--jobs", "0", "--scale", "smoke"], "--jobs=0: must be at least 1"),
@@ -296,8 +297,10 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "holds no row of these cells"),
         (["configs/quickstart.yaml"], "not a key=value override"),
         (["task.data_dir=nowhere", "--out", str(tmp_path / "p")], "task.data_dir=nowhere"),
-    ):
-        refused = command("cocod", "reproduce", *arguments, seconds=60)
+    )
+    with ThreadPoolExecutor(2) as pool:  # nearly all of it is starting up
+        done = list(pool.map(lambda case: command("cocod", "reproduce", *case[0], seconds=60), cases))
+    for (arguments, said), refused in zip(cases, done, strict=True):
         assert refused.returncode == 2, (arguments, refused.stdout, refused.stderr)
         assert said in refused.stderr, refused.stderr
         assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr

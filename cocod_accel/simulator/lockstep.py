@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.attach import bound, state_tensors
-from cocod_accel.averaging import UNLIKE_STATES, Replica, Weights
+from cocod_accel.averaging import UNLIKE_STATES, Replica
 from cocod_accel.checks import Report, Subject, check_agreement
 from cocod_accel.comm import SoloComm
 from cocod_accel.ddp import unsupported_modules
 from cocod_accel.flat import view_like
 from cocod_accel.rounds import RoundClock
 from cocod_accel.simulator.inprocess import InProcessGroup
+from cocod_accel.weights import Weights
 
 
 class NoGradientError(ValueError):
