@@ -24,6 +24,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
@@ -31,11 +32,11 @@ docs: $(READY)
 # Every contender on slow links, for real; takes root for the network lab, and about 40 minutes of an idle machine.
 bench: $(READY)
 	-$(BIN)/pip install --quiet --editable .[bench]
-	$(BIN)/cocod bench configs/bench/links.yaml
+	$(BIN)/python -m benchmarks.links configs/bench/links.yaml
 
 # Whether the simulator's step times are those of real workers; takes root, and a quarter of an hour of an idle machine.
 bench-simulated: $(READY)
-	$(BIN)/cocod bench configs/bench/simulated.yaml --out benchmarks/results/simulated
+	$(BIN)/python -m benchmarks.links configs/bench/simulated.yaml --out benchmarks/results/simulated
 
 bench-core: $(READY)
 	$(BIN)/python -m benchmarks.core

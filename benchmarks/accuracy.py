@@ -17,7 +17,7 @@ from tqdm import tqdm
 from benchmarks.runs import train
 from cocod_accel import ALGORITHMS
 from cocod_accel.report import read_summary
-from cocod_accel.tables import aligned
+from cocod_accel.runs.tables import aligned
 
 
 def main() -> None:

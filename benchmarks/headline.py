@@ -18,12 +18,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cocod_accel.cluster import Cluster, load_cluster
+from cocod_accel.runs.tables import aligned
+from cocod_accel.simulator.cluster import Cluster, load_cluster
 from cocod_accel.simulator.payloads import parcels_of
 from cocod_accel.simulator.simulate import configured, simulate
-from cocod_accel.tables import aligned
 from cocod_accel.tasks import task_facts
-from cocod_accel.work import Work
+from cocod_accel.trainer.work import Work
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: How near to the paper's ratio a fit must come.

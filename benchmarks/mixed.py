@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks import runs
 from cocod_accel.report import read_summary
-from cocod_accel.tables import aligned
+from cocod_accel.runs.tables import aligned
 
 SLOW = 2
 VARIANTS = ["ssgd", "ssgd_ps", "cocod", "cocod_ps"]

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cocod_accel.bench.results import Figure, read_rows
-from cocod_accel.bench.runner import Bench, describe_machine
-from cocod_accel.bench.settings import BenchSettings
-from cocod_accel.cluster import load_cluster
-from cocod_accel.lab import Lab, Loopback, why_not
+from benchmarks.links.lab import Lab, Loopback, why_not
+from benchmarks.links.results import Figure, read_rows
+from benchmarks.links.runner import Bench, describe_machine
+from benchmarks.links.settings import BenchSettings
 from cocod_accel.plan.recommend import advise
-from cocod_accel.tables import aligned
+from cocod_accel.runs.tables import aligned
+from cocod_accel.simulator.cluster import load_cluster
 
 PERIODS = list(range(1, 11))
 _CLOSE = 0.05

@@ -17,11 +17,14 @@ from cocod_accel.algorithms import (
     LocalSGD,
     PipeSGD,
 )
-from cocod_accel.attach import Stats, Sync, attach
-from cocod_accel.checkpoint import CheckpointError, Checkpoints, Resumed
-from cocod_accel.loading import pass_through
-from cocod_accel.pace import Measured, measure_speeds
-from cocod_accel.sharding import ShardSampler, WorkPlan, plan_workers
+from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
+from cocod_accel.checkpoint.files import CheckpointError
+from cocod_accel.sharding.loader import pass_through
+from cocod_accel.sharding.plan import WorkPlan, plan_workers
+from cocod_accel.sharding.sampler import ShardSampler
+from cocod_accel.sharding.speeds import Measured, measure_speeds
+from cocod_accel.sync.attach import attach
+from cocod_accel.sync.sync import Stats, Sync
 
 __version__ = "0.1.0"
 

@@ -21,12 +21,14 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from cocod_accel import packing
 from cocod_accel.algorithms import Algorithm, CoCoDSGD
-from cocod_accel.attach import Sync, attach
-from cocod_accel.checkpoint import CheckpointError, Checkpoints, worker_file
-from cocod_accel.comm import try_together
-from cocod_accel.rounds import PeriodLike
+from cocod_accel.algorithms.rounds import PeriodLike
+from cocod_accel.checkpoint import safetree as packing
+from cocod_accel.checkpoint.checkpoints import Checkpoints
+from cocod_accel.checkpoint.files import CheckpointError, worker_file
+from cocod_accel.comm.agreement import try_together
+from cocod_accel.sync.attach import attach
+from cocod_accel.sync.sync import Sync
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,21 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 
-from cocod_accel import runtime
 from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.calibration import calibrate
-from cocod_accel.checkpoint import CheckpointError
-from cocod_accel.comm import default_group, try_together
-from cocod_accel.config import MEASURE, Config, ConfigError, load_config, load_training_config, save_config
-from cocod_accel.faults import Watch, default_store, end_process
-from cocod_accel.metrics import Place, RunFolder
-from cocod_accel.steps import NonFiniteLossError
+from cocod_accel.checkpoint.files import CheckpointError
+from cocod_accel.comm.agreement import try_together
+from cocod_accel.comm.groups import default_group
+from cocod_accel.config.loading import load_config, load_training_config, save_config
+from cocod_accel.config.settings import MEASURE, Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.runs.folder import Place, RunFolder
 from cocod_accel.tasks import Task, build_model, build_task
-from cocod_accel.trainer import Trainer
-from cocod_accel.work import Work
+from cocod_accel.trainer import process as runtime
+from cocod_accel.trainer.calibration import calibrate
+from cocod_accel.trainer.steps import NonFiniteLossError
+from cocod_accel.trainer.trainer import Trainer
+from cocod_accel.trainer.watchdog import Watch, default_store, end_process
+from cocod_accel.trainer.work import Work
 
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
 

@@ -23,7 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cocod_accel import ALGORITHMS, train
-from cocod_accel.trainer import Trainer, model_digest
+from cocod_accel.trainer.trainer import Trainer, model_digest
 from tests.workers import Outcome, run_outcomes, run_workers
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cocod_accel.config import load_config, save_config
+from cocod_accel.config.loading import load_config, save_config
 
 STEPS_PER_EPOCH = 10
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import ALGORITHMS, AsynLocalSGD, CoCoDSGD, LocalSGD, Sync, attach
-from cocod_accel.anchor import Anchor, follow_, pulled_offset_
+from cocod_accel.averaging.rules import Anchor, follow_, pulled_offset_
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
 from tests.workers import run_outcomes, run_workers

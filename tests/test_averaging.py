@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cocod_accel import flat
-from cocod_accel.averaging import Replica
-from cocod_accel.comm import Handle, SoloComm, exposed_and_hidden, ring_bytes
-from cocod_accel.flat import FlatCopy
-from cocod_accel.weights import Weights, check_weight, mean_, negated_delta_
+from cocod_accel.averaging import flat
+from cocod_accel.averaging.flat import FlatCopy
+from cocod_accel.averaging.replica import Replica
+from cocod_accel.averaging.weights import Weights, check_weight, mean_, negated_delta_
+from cocod_accel.comm.handles import Handle, SoloComm, exposed_and_hidden, ring_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from cocod_accel.bench import results
-from cocod_accel.bench.contenders import CONTENDERS, available
-from cocod_accel.bench.meeting import Meeting
-from cocod_accel.bench.prediction import LinkFacts, simulated_step
-from cocod_accel.bench.settings import BenchSettings, load_settings
-from cocod_accel.config import ConfigError
-from cocod_accel.lab import why_not
+from benchmarks.links import results
+from benchmarks.links.contenders import CONTENDERS, available
+from benchmarks.links.lab import why_not
+from benchmarks.links.meeting import Meeting
+from benchmarks.links.prediction import LinkFacts, simulated_step
+from benchmarks.links.settings import BenchSettings, load_settings
+from cocod_accel.config.strict import ConfigError
 from tests.test_trainer import command
 from tests.workers import run_workers
 

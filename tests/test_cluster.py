@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocod_accel.cluster import Cluster, Network, Stragglers, Wire, WorkerGroup, load_cluster, save_cluster, validate
-from cocod_accel.config import ConfigError
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.simulator.cluster import (
+    Cluster,
+    Network,
+    Stragglers,
+    Wire,
+    WorkerGroup,
+    load_cluster,
+    save_cluster,
+    validate,
+)
 
 FILES = sorted((Path(__file__).parents[1] / "configs" / "cluster").glob("*.yaml"))
 

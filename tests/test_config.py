@@ -9,9 +9,11 @@ import pytest
 
 from cocod_accel import train
 from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.config import Config, ConfigError, load_config, save_config
-from cocod_accel.schedule import learning_rate
-from cocod_accel.work import Work
+from cocod_accel.config.loading import load_config, save_config
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.trainer.schedule import learning_rate
+from cocod_accel.trainer.work import Work
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -19,10 +19,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from cocod_accel import ALGORITHMS, Checkpoints, CoCoDSGD, Sync, attach, runtime
-from cocod_accel.config import ConfigError
-from cocod_accel.engine import check_settings, prepare_for_cpu
+from cocod_accel import ALGORITHMS, Checkpoints, CoCoDSGD, Sync, attach
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.report import read_summary
+from cocod_accel.sync.deepspeed import check_settings, prepare_for_cpu
+from cocod_accel.trainer import process as runtime
 from tests import loops
 from tests.test_faults import end, start, workers_of
 from tests.test_trainer import ROOT, TINY, command

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import Checkpoints, CoCoDSGD, attach
-from cocod_accel.comm import Link
-from cocod_accel.flat import balanced_cuts
-from cocod_accel.rounds import Period, RoundClock, fragment_offsets
+from cocod_accel.algorithms.rounds import Period, RoundClock, fragment_offsets
+from cocod_accel.averaging.flat import balanced_cuts
+from cocod_accel.comm.emulated import Link
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
 from tests.workers import run_outcomes, run_workers

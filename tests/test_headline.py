@@ -18,7 +18,7 @@ from benchmarks.headline import (
     tables,
     training_seconds,
 )
-from cocod_accel.cluster import load_cluster
+from cocod_accel.simulator.cluster import load_cluster
 
 #: A tenth of the paper's schedule, with the same share of epochs in which the period is 1.
 SHORT = [

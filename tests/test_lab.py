@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cocod_accel import lab as labs
-from cocod_accel.comm import Link
-from cocod_accel.lab import Lab, LabError, Loopback, why_not
+from benchmarks.links import lab as labs
+from benchmarks.links.lab import Lab, LabError, Loopback, why_not
+from cocod_accel.comm.emulated import Link
 
 _REASON = why_not()
 needs_lab = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -80,7 +80,7 @@ def test_a_lab_is_removed_after_an_exception_with_what_ran_in_it() -> None:
 
 @needs_lab
 def test_what_a_killed_process_left_is_removed_by_the_next_lab() -> None:
-    code = "import os; from cocod_accel.lab import Lab; Lab(2).__enter__(); print(os.getpid(), flush=True); os._exit(9)"
+    code = "import os; from benchmarks.links.lab import Lab; Lab(2).__enter__(); print(os.getpid(), flush=True); os._exit(9)"
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
     assert labs._namespaces(f"cocod-lab-{dead}-")
     with Lab(2):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from cocod_accel.config import load_config
+from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
 from tests.test_faults import workers_of
 from tests.test_trainer import BIN, ROOT, TINY

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from cocod_accel import ALGORITHMS, CoCoDSGD, LocalSGD, train
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.comm import Exchange, ring_bytes
-from cocod_accel.config import ConfigError, load_config
-from cocod_accel.simulator.inprocess import InProcessGroup
+from cocod_accel.comm.handles import Exchange, ring_bytes
+from cocod_accel.comm.in_process import InProcessGroup
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.simulator.learning import Learning
 from cocod_accel.simulator.lockstep import Lockstep
-from cocod_accel.steps import NonFiniteLossError
 from cocod_accel.tasks.data import Images
+from cocod_accel.trainer.steps import NonFiniteLossError
 from tests import loops
 from tests.workers import run_workers
 

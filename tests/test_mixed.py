@@ -15,16 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from cocod_accel import ALGORITHMS, attach, measure_speeds, pass_through, plan_workers
-from cocod_accel.comm import EmulatedLink, Link, SoloComm, TorchComm, default_group, private_group, ring_bytes
-from cocod_accel.config import load_config
-from cocod_accel.pace import Pace
+from cocod_accel.comm.emulated import EmulatedLink, Link
+from cocod_accel.comm.groups import TorchComm, default_group, private_group
+from cocod_accel.comm.handles import SoloComm, ring_bytes
+from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
 from cocod_accel.report.groups import compare
-from cocod_accel.report.runs import read_run
-from cocod_accel.schedule import learning_rate
+from cocod_accel.runs.reading import read_run
 from cocod_accel.tasks import build_model, build_task
-from cocod_accel.trainer import Trainer
-from cocod_accel.work import Work
+from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.schedule import learning_rate
+from cocod_accel.trainer.trainer import Trainer
+from cocod_accel.trainer.work import Work
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
 from tests.test_trainer import ROOT, TINY, as_launched, rows_of

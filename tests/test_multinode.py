@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from cocod_accel.cluster import load_cluster
-from cocod_accel.comm import Link
-from cocod_accel.lab import Lab, why_not
+from benchmarks.links.lab import Lab, why_not
+from cocod_accel.comm.emulated import Link
 from cocod_accel.report import read_summary
+from cocod_accel.simulator.cluster import load_cluster
 from tests.blocks import read_blocks
 from tests.test_launch import manifest
 from tests.test_trainer import BIN, ROOT, TINY, command, read_quietly

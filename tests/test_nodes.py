@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, PipeSGD, Sync, attach
-from cocod_accel.comm import EmulatedLink, Link, TwoLevelComm
-from cocod_accel.nodes import Nodes
+from cocod_accel.comm.emulated import EmulatedLink, Link
+from cocod_accel.comm.groups import TwoLevelComm
+from cocod_accel.sync.nodes import Nodes
 from tests import loops, reference
 from tests.test_collectives import profiled, started_in
 from tests.test_exactness import assert_traces_equal

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import ALGORITHMS, AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, Sync, attach
-from cocod_accel.comm import Link
-from cocod_accel.payload import CODECS, CodedMean, Layout, Wire
+from cocod_accel.averaging.codecs import CODECS, CodedMean, Layout, Wire
+from cocod_accel.comm.emulated import Link
 from tests import loops, reference, reference_payload, resume
 from tests.test_exactness import WEIGHTS, assert_traces_equal
 from tests.workers import run_outcomes, run_workers

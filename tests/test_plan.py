@@ -17,22 +17,23 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import CoCoDSGD, LocalSGD, attach, cli, train
-from cocod_accel import trainer as trainer_module
-from cocod_accel.autoperiod import AutoPeriod
-from cocod_accel.cluster import Cluster, Network, WorkerGroup, load_cluster, save_cluster
-from cocod_accel.comm import Link
-from cocod_accel.config import load_config
-from cocod_accel.pace import Measured, Pace
-from cocod_accel.periods import choose_period
-from cocod_accel.plan.command import scaling_of
+from cocod_accel.algorithms.rounds import Period, RoundClock
+from cocod_accel.cli.plan import scaling_of
+from cocod_accel.comm.emulated import Link
+from cocod_accel.config.loading import load_config
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.measure import fixed_seconds
 from cocod_accel.plan.recommend import Expected, advise, best_algorithm, worker_counts
 from cocod_accel.report.figures import draw_expected
-from cocod_accel.rounds import Period, RoundClock
+from cocod_accel.sharding.speeds import Measured
+from cocod_accel.simulator.cluster import Cluster, Network, WorkerGroup, load_cluster, save_cluster
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.theory import StepTimes
-from cocod_accel.trainer import Trainer
+from cocod_accel.theory.hiding import choose_period
+from cocod_accel.trainer import trainer as trainer_module
+from cocod_accel.trainer.auto_period import AutoPeriod
+from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.trainer import Trainer
 from tests import loops
 from tests.test_trainer import TINY, command, rows_of
 from tests.workers import run_workers

@@ -12,17 +12,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from cocod_accel.report.wandb_files import read_wandb_runs, records
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cocod_accel import cli
 from cocod_accel.report.curves import interpolated, mean_points, points, scaling
 from cocod_accel.report.groups import Comparison, compare, compared, grouped, labels
-from cocod_accel.report.runs import MEASURES, Run, find_runs, read_rows, read_run, text_config, time_to_target
-from cocod_accel.report.spans import Span, length, merged, overlap, read_spans, shares, sublanes, window
 from cocod_accel.report.tables import cells, markdown, results_csv, runs_csv, terminal, verdicts
 from cocod_accel.report.trace import trace
-from cocod_accel.report.wandb_files import read_wandb_runs, records
+from cocod_accel.runs.reading import MEASURES, Run, find_runs, read_rows, read_run, text_config, time_to_target
+from cocod_accel.runs.spans import Span, length, merged, overlap, read_spans, shares, sublanes, window
 from tests.run_folders import write_run
 
 SSGD, COCOD = "algorithm.name=ssgd", "algorithm.name=cocod"

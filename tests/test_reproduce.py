@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cocod_accel.cluster import load_cluster
-from cocod_accel.config import ConfigError, load_config
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.cell import append, run
 from cocod_accel.reproduce.grid import CONFIGS, MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
 from cocod_accel.reproduce.running import done_rows, fingerprint, missing, read_rows
@@ -27,9 +27,10 @@ from cocod_accel.reproduce.tables import (
     steps_to,
     time_claims,
 )
+from cocod_accel.simulator.cluster import load_cluster
 from cocod_accel.simulator.simulate import configured
 from cocod_accel.tasks import build_model, task_facts
-from cocod_accel.work import Work
+from cocod_accel.trainer.work import Work
 from tests.test_trainer import command
 
 

@@ -18,14 +18,16 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cocod_accel import Checkpoints, CoCoDSGD, attach, packing
-from cocod_accel.checkpoint import CheckpointError, checkpoints_in
-from cocod_accel.config import ConfigError, load_config
-from cocod_accel.merging import merged
-from cocod_accel.metrics import Place, RunFolder
+from cocod_accel import Checkpoints, CoCoDSGD, attach
+from cocod_accel.checkpoint import safetree as packing
+from cocod_accel.checkpoint.files import CheckpointError, checkpoints_in
+from cocod_accel.checkpoint.merge import merged
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.report import read_summary
+from cocod_accel.runs.folder import Place, RunFolder
 from cocod_accel.tasks import build_model, build_task
-from cocod_accel.trainer import Trainer, model_digest
+from cocod_accel.trainer.trainer import Trainer, model_digest
 from tests import loops, resume
 from tests.resume import Case, arguments, stop_and_go_on, worker
 from tests.workers import run_outcomes, run_workers

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocod_accel.rounds import Period, RoundClock
+from cocod_accel.algorithms.rounds import Period, RoundClock
 
 PERIODS = st.one_of(
     st.integers(1, 9),

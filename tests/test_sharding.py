@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocod_accel.schedule import learning_rate, period_in_steps
-from cocod_accel.sharding import (
+from cocod_accel.sharding.plan import (
     balanced_batches,
     fixed_shares,
     local_periods,
     plan_workers,
     proportional_batches,
-    skewed_order,
     split_batch,
     steps_in_shards,
 )
+from cocod_accel.sharding.sampler import skewed_order
+from cocod_accel.trainer.schedule import learning_rate, period_in_steps
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=1000)
 

@@ -19,10 +19,10 @@ import pytest
 from omegaconf import OmegaConf
 
 import cocod_accel
+from benchmarks.links.settings import BenchSettings
 from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.bench.settings import BenchSettings
-from cocod_accel.cluster import Cluster
-from cocod_accel.config import Config
+from cocod_accel.config.settings import Config
+from cocod_accel.simulator.cluster import Cluster
 from tests.browser import CHROMIUM, chromium
 
 ROOT = Path(__file__).parents[1]

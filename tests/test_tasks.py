@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from cocod_accel.config import Config, ConfigError, TaskConfig, load_config
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.settings import Config, TaskConfig
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.tasks import DATASETS, MODELS, TaskFacts, build_task, task_facts
 from cocod_accel.tasks.data import Images, batches, crop_and_flip
 

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cocod_accel import ALGORITHMS, theory
-from cocod_accel.sharding import plan_workers
+from cocod_accel.sharding.plan import plan_workers
 from cocod_accel.theory import (
     PAPER_CONSTANT,
     PAPER_ITERATIONS,

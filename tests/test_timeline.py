@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import attach, cli
-from cocod_accel.cluster import Cluster, Network, Stragglers, WorkerGroup, load_cluster, save_cluster
-from cocod_accel.config import Config, ConfigError, load_config
-from cocod_accel.rounds import Period
+from cocod_accel.algorithms.rounds import Period
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.simulator.cluster import Cluster, Network, Stragglers, WorkerGroup, load_cluster, save_cluster
 from cocod_accel.simulator.fleet import Array, Fleet, Parcel
 from cocod_accel.simulator.folders import write
 from cocod_accel.simulator.learning import Learnt
@@ -29,7 +31,7 @@ from cocod_accel.simulator.simulate import configured, simulate, title
 from cocod_accel.simulator.timeline import Course, Timeline
 from cocod_accel.simulator.times import step_times
 from cocod_accel.tasks import build_model, build_task, task_facts
-from cocod_accel.work import Work
+from cocod_accel.trainer.work import Work
 from tests import reference_clock
 from tests.workers import run_workers
 

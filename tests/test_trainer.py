@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from cocod_accel import ALGORITHMS, cli, train
-from cocod_accel.checkpoint import checkpoints_in
-from cocod_accel.config import load_config
+from cocod_accel.checkpoint.files import checkpoints_in
+from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
-from cocod_accel.trainer import Trainer
+from cocod_accel.trainer.trainer import Trainer
 from tests.workers import run_outcomes, run_workers
 
 ROOT = Path(__file__).parents[1]

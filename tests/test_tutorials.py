@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from cocod_accel.config import Config, load_training_config
+from cocod_accel.config.loading import load_training_config
+from cocod_accel.config.settings import Config
 from tests.blocks import DRY_RUN, NUMBERS_AND_ORDER_VARY, NUMBERS_VARY, Block, BlockError, difference, patched, read_blocks
 
 ROOT = Path(__file__).parents[1]

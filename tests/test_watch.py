@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cocod_accel.report.wandb_files import read_wandb_runs
 
 from cocod_accel import cli
 from cocod_accel.report.groups import compare
-from cocod_accel.report.runs import read_parts, read_run
-from cocod_accel.report.spans import read_spans
 from cocod_accel.report.tables import cells
-from cocod_accel.report.wandb_files import read_wandb_runs
 from cocod_accel.report.watch import duration, is_locked, lines, snapshot, watch
+from cocod_accel.runs.reading import read_parts, read_run
+from cocod_accel.runs.spans import read_spans
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[1]
@@ -221,9 +221,8 @@ def test_a_real_run_is_watched_to_its_end_and_wandb_has_the_same(tmp_path: Path,
 
 def check_wandb_sorts(folder: Path) -> None:
     """Groups, kinds and summary keys as wandb's tables want them."""
-    from wandb.proto import wandb_internal_pb2
-
     from cocod_accel.report.wandb_files import find_wandb_files, records
+    from wandb.proto import wandb_internal_pb2
 
     record_type: Any = vars(wandb_internal_pb2)["Record"]
     group, job, summary, bests = "", "", {}, {}

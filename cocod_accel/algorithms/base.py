@@ -16,7 +16,7 @@ A driver calls, for one worker:
     method.drain()                        # merge or drop what is still in flight
 
 Launch and land are separate calls so that a driver of several workers can launch all before landing any. An
-algorithm sees tensors and a :class:`~cocod_accel.averaging.Replica`, never DDP.
+algorithm sees tensors and a :class:`~cocod_accel.averaging.replica.Replica`, never DDP.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from cocod_accel.anchor import check_share
-from cocod_accel.averaging import Replica
-from cocod_accel.rounds import Period, PeriodLike
+from cocod_accel.algorithms.rounds import Period, PeriodLike
+from cocod_accel.averaging.replica import Replica
+from cocod_accel.averaging.rules import check_share
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 from cocod_accel.algorithms.base import Algorithm
-from cocod_accel.anchor import check_share
-from cocod_accel.averaging import Replica
-from cocod_accel.rounds import PeriodLike, check_fragments
+from cocod_accel.algorithms.rounds import PeriodLike, check_fragments
+from cocod_accel.averaging.replica import Replica
+from cocod_accel.averaging.rules import check_share
 
 
 class CoCoDSGD(Algorithm):
@@ -23,7 +23,7 @@ class CoCoDSGD(Algorithm):
     With ``fragments=P`` the parameters are cut into P parts, and for part p all of this happens floor(p k / P) steps later
     in every round, so that a link carries a P-th of the model P times a round.
 
-    Where workers' data differ, or rounds are long (:mod:`cocod_accel.anchor`), ``pull_back=alpha`` and
+    Where workers' data differ, or rounds are long (:mod:`cocod_accel.averaging.rules`), ``pull_back=alpha`` and
     ``outer_momentum=beta`` make the merge x_{t+k}^i <- z_t + (1 - alpha) (x_{t+k}^i - x_t^i), with z_t following the means
     with momentum beta.
     """

@@ -13,7 +13,7 @@ class LocalSGD(Algorithm):
         x_i <- sum_j w_j x_j
 
     With ``optimizer_state="average"`` momentum and other optimizer state of a parameter's shape is averaged with it. With
-    ``outer_momentum=beta`` workers take x_i <- z, which follows the means with that momentum (:mod:`cocod_accel.anchor`).
+    ``outer_momentum=beta`` workers take x_i <- z, which follows the means with that momentum (:mod:`cocod_accel.averaging.rules`).
     """
 
     name: ClassVar[str] = "local"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
-from cocod_accel.averaging import Replica
-from cocod_accel.comm import Handle
-from cocod_accel.flat import FlatCopy, as_real
+from cocod_accel.averaging.flat import FlatCopy, as_real
+from cocod_accel.averaging.replica import Replica
+from cocod_accel.comm.handles import Handle
 
 
 class PipeSGD(Algorithm):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from cocod_accel.algorithms.base import Algorithm, Bucket
-from cocod_accel.averaging import Replica
-from cocod_accel.comm import Handle
+from cocod_accel.averaging.replica import Replica
+from cocod_accel.comm.handles import Handle
 
 
 class SSGD(Algorithm):

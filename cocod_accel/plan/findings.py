@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cocod_accel.cluster import Cluster, Network, WorkerGroup, validate
+from cocod_accel.simulator.cluster import Cluster, Network, WorkerGroup, validate
 
 #: Workers next to each other whose steps differ by less are alike.
 ALIKE = 0.05

@@ -19,24 +19,20 @@ from pathlib import Path
 import torch
 from accelerate.accelerator import Accelerator
 
-from cocod_accel import runtime
-from cocod_accel.calibration import common_batch, device_name, sample_steps
-from cocod_accel.cluster import save_cluster
-from cocod_accel.comm import (
-    Communicator,
-    EmulatedLink,
-    Handle,
-    TorchComm,
-    default_group,
-    exchange_reports,
-    private_group,
-    wait_for_device,
-)
-from cocod_accel.config import Config, ConfigError, load_training_config
-from cocod_accel.flat import payload_dtype
-from cocod_accel.pace import measure_speeds
+from cocod_accel.averaging.flat import payload_dtype
+from cocod_accel.comm.agreement import exchange_reports
+from cocod_accel.comm.emulated import EmulatedLink
+from cocod_accel.comm.groups import TorchComm, default_group, private_group
+from cocod_accel.comm.handles import Communicator, Handle, wait_for_device
+from cocod_accel.config.loading import load_training_config
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.plan.findings import Findings, as_cluster
+from cocod_accel.sharding.speeds import measure_speeds
+from cocod_accel.simulator.cluster import save_cluster
 from cocod_accel.tasks import Task, build_model, build_task
+from cocod_accel.trainer import process as runtime
+from cocod_accel.trainer.calibration import common_batch, device_name, sample_steps
 
 MODULE = "cocod_accel.plan.measure"
 

@@ -1,6 +1,6 @@
 """What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
 
-The period follows from :func:`~cocod_accel.periods.choose_period`, the algorithm from the simulated time of all five. Theory
+The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all five. Theory
 warns where a period that hides an average is longer than its bound, and shortens none; it only limits how much longer a
 period is made for steps that transfers slow down.
 """
@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.cluster import Cluster
-from cocod_accel.config import Config, ConfigError, load_config, merged_config
-from cocod_accel.periods import LOSS, MARGIN, choose_period, lost_share
+from cocod_accel.config.loading import load_config, merged_config
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.plan.findings import ALIKE
+from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import PAPER_PERIOD, StepTimes, paper_period_bound
-from cocod_accel.work import Work
+from cocod_accel.theory.hiding import LOSS, MARGIN, choose_period, lost_share
+from cocod_accel.trainer.work import Work
 
 #: What others must gain over S-SGD, and over CoCoD-SGD, to be recommended instead.
 _WORTH_IT, _AS_GOOD = 0.05, 0.02

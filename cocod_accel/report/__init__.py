@@ -12,6 +12,6 @@ Nothing here is needed to train, and matplotlib is imported only when a figure i
 
 from __future__ import annotations
 
-from cocod_accel.report.runs import read_summary
+from cocod_accel.runs.reading import read_summary
 
 __all__ = ["read_summary"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cocod_accel.report.groups import Group, Stat, base_label, compared, setting, telling_keys, told
-from cocod_accel.report.runs import Run, is_number
+from cocod_accel.runs.reading import Run, is_number
 
 #: What changes with the number of workers by itself.
 _BY_WORKERS = frozenset({"cluster.num_workers", "cluster.speeds", "cluster.global_batch", "emulate.slowdown"})

@@ -20,8 +20,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from cocod_accel.report.curves import Point, Scaling, mean_points, points
 from cocod_accel.report.groups import Comparison, Group
 from cocod_accel.report.look import SPAN_COLOURS, Style, styles, styles_of
-from cocod_accel.report.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT, Span, step_seconds, window
 from cocod_accel.report.tables import percent
+from cocod_accel.runs.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT, Span, step_seconds, window
 
 #: Text stays text, and the same runs give the same file.
 _SETTINGS: Any = {

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cocod_accel.report.runs import MEASURES, Run, time_to_target
+from cocod_accel.runs.reading import MEASURES, Run, time_to_target
 
 #: Keys that cannot change what a run measures, and so may differ within a group.
 _FREE_KEYS = frozenset(

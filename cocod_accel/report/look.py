@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cocod_accel.report.groups import Group
-from cocod_accel.report.spans import CHECKPOINT, COMMUNICATE, COMPUTE, STRETCH, WAIT
+from cocod_accel.runs.spans import CHECKPOINT, COMMUNICATE, COMPUTE, STRETCH, WAIT
 
 #: In figures on white; the page replaces black by white when it is dark. Yellow is left out: it is lost on white.
 PALETTE = ("#000000", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#0072b2", "#cc79a7", "#7f7f7f")

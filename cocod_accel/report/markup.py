@@ -10,9 +10,9 @@ from typing import Any
 from cocod_accel.report.curves import Scaling, mean_points
 from cocod_accel.report.groups import Comparison, differing_keys
 from cocod_accel.report.look import SPAN_COLOURS
-from cocod_accel.report.runs import time_to_target
-from cocod_accel.report.spans import COMMUNICATE, COMPUTE, MEANINGS, NAMES, WAIT
 from cocod_accel.report.tables import columns, percent, verdicts
+from cocod_accel.runs.reading import time_to_target
+from cocod_accel.runs.spans import COMMUNICATE, COMPUTE, MEANINGS, NAMES, WAIT
 
 #: What is shown, as HTML, and what is sorted by; None: nothing to sort by.
 Cell = tuple[str, float | int | str | None]

@@ -29,8 +29,8 @@ from cocod_accel.report.markup import (
     timeline_section,
     values_table,
 )
-from cocod_accel.report.runs import Run, is_number
-from cocod_accel.report.spans import MEANINGS, NAMES, Span, shares, step_seconds, window
+from cocod_accel.runs.reading import Run, is_number
+from cocod_accel.runs.spans import MEANINGS, NAMES, Span, shares, step_seconds, window
 
 _SCRIPTS = ("view.js", "chart.js", "timeline.js", "page.js")
 #: So many spans of a run are put into the page; of a longer one, those around its middle.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cocod_accel.report.groups import Comparison, Group, Stat, setting
-from cocod_accel.report.runs import MEASURES, time_to_target
-from cocod_accel.tables import aligned
+from cocod_accel.runs.reading import MEASURES, time_to_target
+from cocod_accel.runs.tables import aligned
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cocod_accel.report.spans import COMMUNICATE, MEANINGS, Span, sublanes
+from cocod_accel.runs.spans import COMMUNICATE, MEANINGS, Span, sublanes
 
 #: Thread ids of one worker: computing first, then as many lanes as it has transfers at once.
 _LANES = 100

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from cocod_accel.report.runs import Run, is_number, read_parts, read_summary
-from cocod_accel.report.spans import COMPUTE, Span, read_spans, shares
+from cocod_accel.runs.reading import Run, is_number, read_parts, read_summary
+from cocod_accel.runs.spans import COMPUTE, Span, read_spans, shares
 
 #: Without a process on this machine and without a row for so long, a run counts as ended. It may be starting again, or
 #: run on another machine that shares the folder.

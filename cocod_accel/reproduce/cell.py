@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cocod_accel.config import ConfigError
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.grid import Cell
 from cocod_accel.reproduce.running import fingerprint, row_of
 from cocod_accel.simulator.folders import write
 from cocod_accel.simulator.learning import Learning
 from cocod_accel.simulator.simulate import configured, simulate
-from cocod_accel.steps import NonFiniteLossError
+from cocod_accel.trainer.steps import NonFiniteLossError
 
 
 def run(cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from cocod_accel.cluster import Cluster, load_cluster
-from cocod_accel.config import ConfigError, load_config
-from cocod_accel.strict import profiles, require_choice
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.strict import ConfigError, profiles, require_choice
+from cocod_accel.simulator.cluster import Cluster, load_cluster
 
 CONFIGS = profiles()
 PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")

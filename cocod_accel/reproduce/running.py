@@ -22,7 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cocod_accel.config import Config, ConfigError, flattened, save_config
+from cocod_accel.config.loading import flattened, save_config
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.grid import Cell
 from cocod_accel.simulator.simulate import configured, title
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cocod_accel.reproduce.grid import HETEROGENEOUS, HOMOGENEOUS, MIXED, MODELS, NAMES, REMEDIES, Cell
 from cocod_accel.reproduce.running import Row, evaluations
-from cocod_accel.tables import aligned
+from cocod_accel.runs.tables import aligned
 
 #: Final best test accuracy in per cent, CIFAR-10 columns of the paper's tables 1 and 2.
 PAPER = {

@@ -12,11 +12,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from cocod_accel.cluster import save_cluster
-from cocod_accel.metrics import RunFolder, TimeToAccuracy
+from cocod_accel.runs.clock import TimeToAccuracy
+from cocod_accel.runs.folder import RunFolder
+from cocod_accel.simulator.cluster import save_cluster
 from cocod_accel.simulator.learning import Learnt
 from cocod_accel.simulator.simulate import Simulated
-from cocod_accel.work import Work
+from cocod_accel.trainer.work import Work
 
 #: What marks every row.
 _LABEL = {"simulated": True}

@@ -18,17 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cocod_accel.config import MEASURE, Config, ConfigError
-from cocod_accel.randomness import kept_randomness, random_state, set_random_state
-from cocod_accel.runtime import seed_everything, threads_of_each
-from cocod_accel.sharding import seeded_generator
+from cocod_accel.checkpoint.rng import kept_randomness, random_state, set_random_state
+from cocod_accel.config.settings import MEASURE, Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
 from cocod_accel.simulator.turns import Turns
-from cocod_accel.steps import check_finite, evaluation_row, loss_of, score
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
-from cocod_accel.trainer import model_digest
-from cocod_accel.work import Work
+from cocod_accel.trainer.launch import threads_of_each
+from cocod_accel.trainer.process import seed_everything
+from cocod_accel.trainer.steps import check_finite, evaluation_row, loss_of, score
+from cocod_accel.trainer.trainer import model_digest
+from cocod_accel.trainer.work import Work
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
-from cocod_accel.attach import bound, state_tensors
-from cocod_accel.averaging import UNLIKE_STATES, Replica
-from cocod_accel.checks import Report, Subject, check_agreement
-from cocod_accel.comm import SoloComm
-from cocod_accel.ddp import unsupported_modules
-from cocod_accel.flat import view_like
-from cocod_accel.rounds import RoundClock
-from cocod_accel.simulator.inprocess import InProcessGroup
-from cocod_accel.weights import Weights
+from cocod_accel.algorithms.rounds import RoundClock
+from cocod_accel.averaging.flat import view_like
+from cocod_accel.averaging.replica import UNLIKE_STATES, Replica
+from cocod_accel.averaging.weights import Weights
+from cocod_accel.comm.handles import SoloComm
+from cocod_accel.comm.in_process import InProcessGroup
+from cocod_accel.sync.ddp import unsupported_modules
+from cocod_accel.sync.preflight import Report, Subject, check_agreement
+from cocod_accel.sync.sync import bound, state_tensors
 
 
 class NoGradientError(ValueError):

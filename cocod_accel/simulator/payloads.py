@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.cluster import Cluster
-from cocod_accel.comm import ring_bytes
-from cocod_accel.config import Config, ConfigError
-from cocod_accel.flat import FlatCopy, as_real, balanced_cuts
-from cocod_accel.payload import CODECS, Layout, Wire
+from cocod_accel.averaging.codecs import CODECS, Layout, Wire
+from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
+from cocod_accel.comm.handles import ring_bytes
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.fleet import Parcel
 from cocod_accel.tasks import TaskFacts, build_model
 

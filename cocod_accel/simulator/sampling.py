@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cocod_accel.cluster import Cluster
+from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.fleet import Array
 
 #: A timeline with more workers cannot be read.

@@ -7,17 +7,19 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from cocod_accel.cluster import Cluster
-from cocod_accel.config import Config, ConfigError, load_config
-from cocod_accel.periods import choose_period
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.rules import validate
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.payloads import parcels_of
 from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
 from cocod_accel.simulator.timeline import Course, Timeline
 from cocod_accel.simulator.times import mean_seconds, step_times
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import StepTimes
-from cocod_accel.validation import validate
-from cocod_accel.work import Work
+from cocod_accel.theory.hiding import choose_period
+from cocod_accel.trainer.work import Work
 
 
 @dataclass(frozen=True)

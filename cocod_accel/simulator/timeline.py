@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cocod_accel.rounds import Period, RoundClock
+from cocod_accel.algorithms.rounds import Period, RoundClock
 from cocod_accel.simulator.fleet import Array, Fleet
 from cocod_accel.simulator.payloads import Parcels
 from cocod_accel.simulator.rules import RULES

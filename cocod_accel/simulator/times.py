@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cocod_accel.cluster import Cluster
+from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.fleet import Array
 
 #: Random numbers are drawn for about so many steps of all workers together at once.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cocod_accel.randomness import kept_randomness, random_state, set_random_state
+from cocod_accel.checkpoint.rng import kept_randomness, random_state, set_random_state
 
 
 class Turns:

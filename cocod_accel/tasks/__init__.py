@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cocod_accel.config import Config, ConfigError
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
 from cocod_accel.tasks.data import DATASETS, Task, own_task
 from cocod_accel.tasks.facts import TaskFacts, known_facts
 from cocod_accel.tasks.models import MODELS

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cocod_accel.config import Config, ConfigError
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
 
 Batch = tuple[Tensor, Tensor]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cocod_accel.config import Config
+from cocod_accel.config.settings import Config
 from cocod_accel.tasks.data import synthetic_options
 
 

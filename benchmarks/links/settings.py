@@ -1,0 +1,123 @@
+"""What a benchmark compares, as a typed tree of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from benchmarks.links.contenders import CONTENDERS
+from cocod_accel.config.loading import load_config
+from cocod_accel.config.strict import ConfigError, found
+
+_EVERYBODY = list(CONTENDERS)
+
+
+@dataclass
+class StepSettings:
+    """Time per step."""
+
+    #: Links, each as the time of one payload over the time of one step without communication (r_1).
+    ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
+    #: Who is timed: names of `cocod_accel/bench/contenders.py`.
+    contenders: list[str] = field(default_factory=lambda: list(_EVERYBODY))
+    #: Larger than for accuracy: a step must be long beside what the machine's own noise is.
+    batch_size: int = 128
+    #: Of a block on the clock; a multiple of the period.
+    steps: int = 10
+    #: Blocks of every contender on every link.
+    repeats: int = 5
+    #: Who is looked at more closely: some per cent from the limit drown in the noise of so few blocks.
+    closer: list[str] = field(default_factory=lambda: ["cocod"])
+    #: Further blocks of those, on every link.
+    closer_repeats: int = 20
+    #: Links that are emulated once more, to see whether the emulation agrees.
+    emulated_ratios: list[float] = field(default_factory=lambda: [1.0, 3.0, 6.0])
+
+
+@dataclass
+class AccuracySettings:
+    """Time to a target accuracy."""
+
+    #: Links, as above.
+    ratios: list[float] = field(default_factory=lambda: [2.0, 3.0])
+    #: Those that are compared most come one after the other, as a machine's speed drifts. What trains alike is left out:
+    #: ssgd is DDP, and among equal workers asynlocal is local.
+    contenders: list[str] = field(
+        default_factory=lambda: [
+            "ddp",
+            "cocod",
+            "local",
+            "pipe",
+            "cocod_int8",
+            "ddp_fp16",
+            "post_local",
+            "accelerate_local",
+            "torchft_local",
+            "torchft_diloco",
+        ]
+    )
+    #: The accuracy that is to be reached.
+    target: float = 0.8
+    #: Runs of every contender on every link.
+    num_seeds: int = 5
+    #: Evaluations an epoch.
+    looks: int = 4
+
+
+@dataclass
+class BenchSettings:
+    """One benchmark."""
+
+    #: What is trained.
+    config: str = "configs/quickstart.yaml"
+    #: Each is a host of the network lab.
+    num_workers: int = 2
+    #: Steps a round.
+    period: int = 5
+    steps: StepSettings = field(default_factory=StepSettings)
+    accuracy: AccuracySettings = field(default_factory=AccuracySettings)
+
+
+def load_settings(arguments: list[str]) -> BenchSettings:
+    """Merge YAML files and ``key=value`` overrides, in that order, and check the whole."""
+    tree: Any = OmegaConf.structured(BenchSettings)
+    try:
+        for argument in arguments:
+            if "=" not in argument and not found(argument).is_file():
+                raise ConfigError(f"{argument}: no such file; give a YAML file, e.g. configs/bench/links.yaml, or key=value")
+            given = OmegaConf.from_dotlist([argument]) if "=" in argument else OmegaConf.load(found(argument))
+            tree = OmegaConf.merge(tree, given)
+        settings = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or argument}: {str(error).splitlines()[0]}") from error
+    assert isinstance(settings, BenchSettings)
+    _check(settings)
+    return settings
+
+
+def _check(settings: BenchSettings) -> None:
+    load_config([settings.config])
+    per_block = settings.steps.steps
+    rules: list[tuple[str, object, bool, str]] = [
+        ("num_workers", settings.num_workers, settings.num_workers >= 2, "must be at least 2"),
+        ("period", settings.period, settings.period >= 1, "must be at least 1"),
+        ("steps.steps", per_block, per_block % settings.period == 0, "must be a multiple of the period"),
+        ("steps.repeats", settings.steps.repeats, settings.steps.repeats >= 1, "must be at least 1"),
+        ("steps.closer_repeats", settings.steps.closer_repeats, settings.steps.closer_repeats >= 0, "must not be negative"),
+        ("accuracy.target", settings.accuracy.target, 0 < settings.accuracy.target <= 1, "must be a share in (0, 1]"),
+        ("accuracy.looks", settings.accuracy.looks, settings.accuracy.looks >= 1, "must be at least 1"),
+    ]
+    names = {"steps.closer": settings.steps.closer}
+    for part, section in (("steps", settings.steps), ("accuracy", settings.accuracy)):
+        names[f"{part}.contenders"] = section.contenders
+        bad = [ratio for ratio in section.ratios if not 0 < ratio < 1000]
+        rules.append((f"{part}.ratios", bad, not bad, "must be positive"))
+    for key, given in names.items():
+        unknown = [name for name in given if name not in CONTENDERS]
+        rules.append((key, unknown, not unknown, f"are not known; choose from {', '.join(CONTENDERS)}"))
+    for key, value, good, rule in rules:
+        if not good:
+            raise ConfigError(f"{key}={value}: {rule}")

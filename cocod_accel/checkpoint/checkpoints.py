@@ -1,0 +1,369 @@
+"""Checkpoints that every worker takes part in, because every worker holds a different model in the middle of a round.
+
+One folder per checkpoint: ``worker_N.safetensors`` with a worker's model, optimizer, average in flight, round position,
+random numbers and whatever the caller adds; what accelerate keeps itself (schedulers); and ``checkpoint.json``, written
+last, with a hash of every file. A folder gets its name only when all of it is on disk: there is never half a checkpoint.
+
+Nothing is unpickled that is not restricted to tensors and numbers (``weights_only=True``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocod_accel.checkpoint import safetree as packing
+from cocod_accel.checkpoint.files import (
+    _VERSION,
+    MANIFEST,
+    CheckpointError,
+    check_files,
+    checkpoints_in,
+    read_manifest,
+    worker_file,
+)
+from cocod_accel.checkpoint.merge import merged
+from cocod_accel.checkpoint.rng import random_state, set_random_state
+from cocod_accel.comm.agreement import try_together
+from cocod_accel.sync.ddp import unwrap
+from cocod_accel.sync.deepspeed import engine_state, load_engine_state
+from cocod_accel.sync.sync import Sync
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What training goes on from."""
+
+    path: Path
+    #: What this worker passed to ``save``; worker 0's, if the number of workers has changed.
+    position: Any
+    #: Every worker goes on bit for bit; else all go on from the weighted mean of the saved workers.
+    is_exact: bool
+    num_workers: int
+
+
+class Checkpoints:
+    """Saves and restores a model that :func:`~cocod_accel.attach` trains, on all workers together.
+
+    Args:
+        folder: where checkpoints are kept; on a file system that all workers share.
+        sync: what ``attach`` returned.
+        accelerator: in accelerate loops; its own ``save_state`` and ``load_state`` then carry every worker's state too.
+        keep: how many checkpoints to keep.
+        scaler: a GradScaler of the loop's own; an accelerator's is known.
+    """
+
+    def __init__(
+        self, folder: str | Path, sync: Sync, accelerator: Any = None, *, keep: int = 2, scaler: Any = None
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep} would delete every checkpoint; use at least 1")
+        self.folder = Path(folder)
+        self.keep = keep
+        self._sync, self._subject = sync, sync.subject
+        # accelerate would have DeepSpeed write (and unpickle) worker 0's state; all there is of it is here.
+        self._accelerator: Any = accelerator if self._subject.engine is None else None
+        self._group = self._subject.group
+        self._rank, self._num_workers = sync.rank, sync.num_workers
+        self._scaler: Any = scaler if scaler is not None else getattr(accelerator, "scaler", None)
+        self._position: Any = None
+        self._custom_objects: list[Any] = []
+        if self._accelerator is not None:
+            accelerator.register_save_state_pre_hook(self._save_hook)
+            accelerator.register_load_state_pre_hook(self._load_hook)
+
+    # ---- saving
+
+    def save(self, position: Any = None, *, name: str | None = None) -> Path | None:
+        """Write a checkpoint; None, with a warning, if that failed on any worker. Collective, at the same step everywhere.
+
+        ``position``: numbers, strings, tensors, lists and dicts that tell the loop where to go on; each worker its own.
+        """
+        self._position = position
+
+        def prepare() -> str:
+            wanted = name or f"attempt_{self._sync.attempts:010d}"
+            final = wanted
+            if self._rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for left in self.folder.glob(".*.tmp"):  # of a run that was killed while it wrote
+                    shutil.rmtree(left)
+                # Never in the place of another one: there would be a moment without either.
+                others = (f"{wanted}.{number}" for number in itertools.count(1))
+                while (self.folder / final).exists():
+                    final = next(others)
+                (self.folder / f".{final}.tmp").mkdir()
+            return final
+
+        def write() -> dict[str, Any]:
+            if self._accelerator is not None:
+                with self._without_custom_objects():
+                    self._accelerator.save_state(str(temporary))
+            else:
+                self._save_hook([], [], str(temporary))
+            return {"weight": self._sync.weight, **_described(temporary / worker_file(self._rank))}
+
+        def publish(reports: list[dict[str, Any]]) -> None:
+            if self._rank != 0:
+                return
+            missing = [rank for rank in range(self._num_workers) if not (temporary / worker_file(rank)).is_file()]
+            if missing:
+                raise OSError(f"workers {missing} wrote elsewhere; {self.folder} must be shared by all workers")
+            files = {worker_file(rank): report for rank, report in enumerate(reports)}
+            for path in sorted(temporary.iterdir()):
+                if path.name not in files:
+                    packing.flush(path)
+                    files[path.name] = _described(path)
+            manifest = {
+                "version": _VERSION,
+                "algorithm": self._sync.algorithm,
+                "weights": [report.pop("weight") for report in reports],
+                "nodes": self._sync.nodes,
+                "files": files,
+            }
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            packing.flush(temporary / MANIFEST)
+            packing.flush(temporary)
+            temporary.rename(final)
+            packing.flush(self.folder)
+            for old in [path for path in self.all() if path != final][self.keep - 1 :]:
+                shutil.rmtree(old, ignore_errors=True)
+
+        names, error = try_together(prepare, self._group)
+        final = self.folder / (names[0] if names else "")
+        temporary = self.folder / f".{final.name}.tmp"
+        reports: list[dict[str, Any]] = []
+        if error is None:
+            reports, error = try_together(write, self._group)
+        if error is None:
+            _, error = try_together(lambda: publish(reports), self._group)
+        self._position = None
+        if error is None:
+            return final
+        if self._rank == 0:
+            if names:
+                shutil.rmtree(temporary, ignore_errors=True)
+            kept = self.all()
+            then = f"{kept[0]} is kept" if kept else "there is none yet"
+            logger.warning("a checkpoint could not be written in %s (%s); %s", self.folder, error, then)
+        return None
+
+    def all(self) -> list[Path]:
+        """The checkpoints that are there, the newest first."""
+        return checkpoints_in(self.folder)
+
+    def _save_hook(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """On every worker, before accelerate writes its own files."""
+        index = self._index_in(models)
+        if index is not None and weights:
+            del weights[index]  # accelerate would keep worker 0's model only
+        self.write_worker(folder)
+
+    def write_worker(self, folder: str | Path) -> None:
+        """This worker's part of a checkpoint that somebody else puts together. Not collective."""
+        module = self._subject.module
+        model = dict(module.state_dict())
+        tree = {
+            "model": model,
+            # Non-persistent buffers are no part of a state_dict, but they are part of where this worker is.
+            "buffers": {name: value for name, value in module.named_buffers() if name not in model},
+            "optimizers": [optimizer.state_dict() for optimizer in self._subject.optimizers],
+            "kinds": [type(optimizer).__name__ for optimizer in self._subject.optimizers],
+            "custom": [thing.state_dict() for thing in self._custom_objects],
+            "schedulers": [_packable(thing.state_dict()) for thing in getattr(self._accelerator, "_schedulers", [])],
+            "sync": self._sync.state_dict(),
+            "num_workers": self._num_workers,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "engine": engine_state(self._subject.engine),
+            "random": random_state(),
+            "position": self._position,
+        }
+        packing.write(Path(folder) / worker_file(self._rank), tree)
+
+    @contextlib.contextmanager
+    def _without_custom_objects(self) -> Iterator[None]:
+        """What was registered with accelerate for checkpointing is kept here: accelerate would unpickle anything for it."""
+        self._custom_objects = list(self._accelerator._custom_objects)
+        self._accelerator._custom_objects.clear()
+        try:
+            yield
+        finally:
+            self._accelerator._custom_objects.extend(self._custom_objects)
+
+    def _load_custom_objects(self, tree: Any) -> None:
+        if len(tree["custom"]) != len(self._custom_objects):
+            raise ValueError(
+                f"holds {len(tree['custom'])} registered objects, {len(self._custom_objects)} are registered here"
+            )
+        for thing, state in zip(self._custom_objects, tree["custom"], strict=True):
+            thing.load_state_dict(state)
+
+    # ---- restoring
+
+    def resume(self, path: str | Path | None = None, *, is_same: Callable[[Any], bool] | None = None) -> Resumed | None:
+        """Go on from ``path``, or from the newest checkpoint that is whole; None if there is none. Collective.
+
+        Another number of workers goes on from their weighted mean; so does a position that ``is_same`` says no to.
+        """
+        listed, error = try_together(lambda: [str(found) for found in self._candidates(path)], self._group)
+        if error is not None:
+            raise CheckpointError(error)
+        candidates = [Path(found) for found in listed[0]]
+        if not candidates:
+            return None
+        problems = []
+        for candidate in candidates:
+            checked, error = try_together(lambda c=candidate: self._check(c), self._group)  # type: ignore[misc]
+            if error is None:
+                weights, position, has_same_nodes = checked[0]
+                is_exact = has_same_nodes and (is_same is None or is_same(position))
+                return self._restore(candidate, weights, is_exact)
+            problems.append(f"{candidate}: {error}")
+            if self._rank == 0 and candidate != candidates[-1]:
+                logger.warning("checkpoint %s cannot be used (%s); trying the one before", candidate, error)
+        raise CheckpointError(f"no checkpoint can be used; {problems[0]}")
+
+    def _candidates(self, path: str | Path | None) -> list[Path]:
+        """A checkpoint, or those in a folder, or in a run folder; the newest first. Worker 0's list is used."""
+        if path is None:
+            return self.all()
+        given = Path(path)
+        if (given / MANIFEST).is_file():
+            return [given]
+        return checkpoints_in(given) or checkpoints_in(given / "checkpoints") or [given]
+
+    def _check(self, path: Path) -> tuple[list[float], Any, bool]:
+        """Worker 0 looks at the files that all need, each worker at its own.
+
+        The saved weights, a position, and whether the same workers shared nodes.
+        """
+        manifest = read_manifest(path)
+        num_workers = len(manifest["weights"])
+        own = {worker_file(self._rank)} if num_workers == self._num_workers else set(manifest["files"])
+        shared = {name for name in manifest["files"] if not name.startswith("worker_")} if self._rank == 0 else set()
+        check_files(path, manifest, own | shared)
+        if self._rank == 0:
+            extra = {entry.name for entry in path.iterdir()} - set(manifest["files"]) - {MANIFEST}
+            if extra:
+                raise ValueError(f"holds files that were not written with it: {', '.join(sorted(extra))}")
+        saved, attached = manifest["algorithm"], self._sync.algorithm
+        if saved != attached:
+            raise ValueError(f"was saved with {saved}, attached is {attached}")
+        tree = packing.read(path / worker_file(self._rank if num_workers == self._num_workers else 0))
+        _check_model(self._subject.module, tree["model"])
+        here = [type(optimizer).__name__ for optimizer in self._subject.optimizers]
+        if tree["kinds"] != here:
+            raise ValueError(f"was saved with {', '.join(tree['kinds'])}, this run has {', '.join(here)}")
+        return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
+
+    def _restore(self, path: Path, weights: list[float], is_exact: bool) -> Resumed:
+        if is_exact:
+
+            def load() -> None:
+                if self._accelerator is not None:
+                    with self._without_custom_objects():
+                        self._accelerator.load_state(str(path))
+                    self._load_custom_objects(self._loaded)
+                else:
+                    self._load_hook([], str(path))
+
+            _, error = try_together(load, self._group)
+            if error is not None:
+                raise CheckpointError(f"{path}: {error}")
+            set_random_state(self._loaded["random"])
+            return Resumed(path, self._loaded["position"], True, len(weights))
+        tree = merged([path / worker_file(rank) for rank in range(len(weights))], weights)
+        self._custom_objects = list(getattr(self._accelerator, "_custom_objects", []))
+        self._load_custom_objects(tree)
+        for scheduler, state in zip(getattr(self._accelerator, "_schedulers", []), tree["schedulers"], strict=True):
+            if state is not None:
+                scheduler.load_state_dict(state)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(tree["scaler"])
+        self._load_model(tree)
+        for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        fresh = {"in_flight": None, "payload": None, "anchor": None, "nodes": self._sync.nodes}
+        fresh["round_start"] = tree["sync"]["attempts"]
+        self._sync.load_state_dict({**tree["sync"], **fresh})
+        return Resumed(path, tree["position"], False, len(weights))
+
+    def _load_hook(self, models: list[nn.Module], folder: str) -> None:
+        """On every worker, before accelerate reads its own files."""
+        index = self._index_in(models)
+        if index is not None:
+            del models[index]
+        self.read_worker(folder)
+
+    def read_worker(self, folder: str | Path) -> None:
+        """What :meth:`write_worker` wrote; random numbers are left to the caller. Not collective."""
+        tree = packing.read(Path(folder) / worker_file(self._rank))
+        self._load_model(tree)
+        prepared = [wrapper.optimizer for wrapper in getattr(self._accelerator, "_optimizers", [])]
+        for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+            if any(optimizer is other for other in prepared):
+                _replace_next_state(optimizer, state)  # accelerate is about to load worker 0's
+            else:
+                optimizer.load_state_dict(state)
+        self._sync.load_state_dict(tree["sync"])
+        load_engine_state(self._subject.engine, tree["engine"])
+        if self._scaler is not None and tree["scaler"] is not None:
+            self._scaler.load_state_dict(tree["scaler"])
+        self._loaded = tree
+
+    def _load_model(self, tree: Any) -> None:
+        module = self._subject.module
+        module.load_state_dict(tree["model"])
+        with torch.no_grad():
+            for name, value in tree["buffers"].items():
+                module.get_buffer(name).copy_(value)
+
+    def _index_in(self, models: Sequence[nn.Module]) -> int | None:
+        found = [index for index, model in enumerate(models) if unwrap(model)[0] is self._subject.module]
+        return found[0] if found else None
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
+
+
+def _packable(state: Any) -> Any:
+    """None for a state that only pickle could keep; accelerate then keeps it, for the same number of workers."""
+    try:
+        packing.check(state)
+    except TypeError:
+        return None
+    return state
+
+
+def _check_model(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Refuse the state of another model, before anything is changed."""
+    here = {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    there = {name: tuple(value.shape) for name, value in saved.items() if isinstance(value, Tensor)}
+    for name in here.keys() | there.keys():
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"is of another model: {name} has shape {there.get(name, 'none')} in it and {here.get(name, 'none')} here"
+            )
+
+
+def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The next ``load_state_dict`` of ``optimizer`` takes ``state``, whatever it is given."""
+
+    def replaced(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        handle.remove()
+        return state
+
+    handle = optimizer.register_load_state_dict_pre_hook(replaced)

@@ -1,0 +1,225 @@
+"""The only caller of collectives: start a sum over all workers, wait for it later.
+
+Whoever averages sees ``launch(tensors) -> Handle`` and ``handle.wait()``, never ``torch.distributed``, so the
+same code runs on gloo, on NCCL and alone. Start and end times are kept, because time spent blocked and
+time hidden behind computation is what this project is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes
+
+
+class TorchComm:
+    """``torch.distributed`` on a process group that nobody else uses, so that no other order can mix in."""
+
+    def __init__(self, group: Any, gathers: Any = None) -> None:
+        self.group = group
+        #: Where second stages are sent: workers begin them at different moments, between whatever else they send.
+        self._gathers = gathers
+        self._last: _GatheredHandle | None = None
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
+        return Handle(works, self.sent_bytes(tensors))
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        return ring_bytes(tensors, self.size)
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        assert self._gathers is not None, "opened without exchanges"
+        works = [dist.all_to_all_single(part.incoming, part.rows, group=self.group, async_op=True) for part in parts]
+        # N - 1 of N rows in either stage, as in a ring.
+        scattered = Handle(works, self.sent_bytes([part.rows for part in parts]))
+        in_passing = _may_gather_in_passing([part.rows for part in parts])
+        self._last = _GatheredHandle(scattered, lambda: self._gather(parts, scattered), self._last, in_passing)
+        return self._last
+
+    def _gather(self, parts: Sequence[Exchange], scattered: Handle) -> list[Any]:
+        scattered.wait()  # complete, but it may have failed
+        works = []
+        for part in parts:
+            part.combine()
+            whole, mine = part.rows.view(-1), part.rows[self.rank]
+            works.append(dist.all_gather_into_tensor(whole, mine, group=self._gathers, async_op=True))
+        return works
+
+
+class TwoLevelComm:
+    """Sums between nodes over a slow link that carries every model once a node.
+
+    The workers of a node hold equal tensors. Each sums only its share of them with its peers on the other nodes; then
+    the node gathers the shares. Rank and size are those of nodes.
+    """
+
+    def __init__(self, outer: Communicator, node: Any) -> None:
+        #: Between this worker and its peers.
+        self.outer = outer
+        self.rank, self.size = outer.rank, outer.size
+        self._node = node
+        self._place, self._num_mates = dist.get_rank(node), dist.get_world_size(node)
+        self._last: _GatheredHandle | None = None
+
+    def with_outer(self, outer: Communicator) -> TwoLevelComm:
+        """The same node, and another way between nodes; this one stays as it is."""
+        changed = TwoLevelComm(outer, self._node)
+        changed._last = self._last
+        return changed
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        inner = self.outer.launch([part for tensor in tensors for part in self._parts(tensor)])
+        in_passing = _may_gather_in_passing(tensors)
+        self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last, in_passing)
+        return self._last
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Between nodes. Inside its node the worker sends the rest of every tensor's share to its mates."""
+        return self.outer.sent_bytes([part for tensor in tensors for part in self._parts(tensor)])
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        raise AssertionError("refused at attach")
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        """What this worker sums: its share, and the few elements that cannot be shared out, which all of them sum."""
+        share = tensor.numel() // self._num_mates
+        left = tensor[share * self._num_mates :]
+        parts = [tensor[share * self._place : share * (self._place + 1)], left]
+        return [part for part in parts if part.numel()]
+
+    def _gather(self, tensors: Sequence[Tensor]) -> list[Any]:
+        works = []
+        for tensor in tensors:
+            share = tensor.numel() // self._num_mates
+            if share:
+                mine = tensor[share * self._place : share * (self._place + 1)]
+                whole = tensor[: share * self._num_mates]
+                works.append(dist.all_gather_into_tensor(whole, mine, group=self._node, async_op=True))
+        return works
+
+
+def _may_gather_in_passing(tensors: Sequence[Tensor]) -> bool:
+    """Not on devices, where kernels of two groups that start in another order elsewhere may wait for each other for ever.
+
+    There a second stage begins where it is waited for.
+    """
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+class _GatheredHandle(Handle):
+    """Complete when shares have been gathered, which begins when this worker's own has been summed."""
+
+    def __init__(
+        self, inner: Handle, gather: Callable[[], list[Any]], before: _GatheredHandle | None, in_passing: bool
+    ) -> None:
+        super().__init__((), inner.num_bytes)
+        self.start_seconds, self._end_seconds = inner.start_seconds, None
+        self._inner, self._before, self._in_passing = inner, before, in_passing
+        self._gather: Callable[[], list[Any]] | None = gather
+        self._has_begun = False
+
+    def poll(self) -> None:
+        if not self._in_passing and not self._has_begun:
+            return
+        self._inner.poll()
+        # Workers must gather in the same order, whichever sum each of them sees complete first.
+        if self._before is not None and not self._before._has_begun:
+            self._before.poll()
+        if self._inner.is_complete and (self._before is None or self._before._has_begun):
+            self._begin()
+        if self._has_begun:
+            super().poll()
+
+    def wait(self) -> None:
+        self.poll()
+        self._begin_in_order()
+        super().wait()
+        self._works = ()
+
+    def _begin_in_order(self) -> None:
+        if not self._has_begun:
+            if self._before is not None:
+                self._before._begin_in_order()
+            self._inner.wait()
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._gather is not None:
+            self._has_begun = True
+            self._works = self._gather()
+            # Or every sum of a run would be kept, and the tensors of the last one.
+            self._before = self._gather = None
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Who a worker communicates with, each on process groups that nobody else uses, so that no other order can mix in."""
+
+    #: Models, between nodes.
+    between: Communicator
+    #: Gradients, inside this node; None: every worker is a node.
+    inside: Communicator | None
+    #: Questions to all workers.
+    everyone: Communicator
+
+    @classmethod
+    def open(cls, group: Any, mates: Sequence[int], peers: Sequence[int], *, exchanges: bool = False) -> Channels:
+        """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this."""
+        everyone = TorchComm(private_group(group), private_group(group) if exchanges else None)
+        if len(mates) == 1:
+            return cls(everyone, None, everyone)
+        inside, gathers = (private_group(group, mates) for _ in range(2))
+        outer: Communicator = TorchComm(private_group(group, peers)) if len(peers) > 1 else SoloComm()
+        return cls(TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
+
+    @classmethod
+    def alone(cls) -> Channels:
+        return cls(SoloComm(), None, SoloComm())
+
+
+def private_group(group: Any, ranks: Sequence[int] | None = None) -> Any:
+    """A new process group with the members of ``group``, or with some of them; every one of those must call this."""
+    ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
+    return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=len(ranks) < dist.get_world_size())
+
+
+def node_group(size: int) -> Any:
+    """The group of the ``size`` workers next to each other in rank that this worker is among; None if it is alone."""
+    if size == 1 or default_group() is None:
+        return None
+    group, _ = dist.new_subgroups(size, timeout=_timeout_of(dist.group.WORLD))
+    return group
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """The timeout the user gave ``group``; a new group would take torch's default."""
+    for device in ("cuda", "cpu"):
+        try:
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):  # another backend, or a torch that keeps it elsewhere
+            continue
+        return timeout
+    return None
+
+
+def launch_like_ddp(buffer: Tensor, group: Any) -> Handle:
+    """Start the stock DDP reduction, to the bit: the mean over ``group``, formed by multiplying with 1 / N."""
+    buffer.mul_(1 / dist.get_world_size(group))
+    return TorchComm(group).launch([buffer])
+
+
+def default_group() -> Any:
+    """The default process group if several processes are connected, else None."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.group.WORLD
+    return None

@@ -1,0 +1,121 @@
+"""TODO-doc."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
+    """What one worker sends when these tensors are all-reduced in a ring: 2 (N - 1) / N of the payload."""
+    payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return round(2 * (num_workers - 1) * payload / num_workers)
+
+
+class Handle:
+    """A sum under way over tensors that belong to it until :meth:`wait` returns.
+
+    Its end is noticed by :meth:`poll`, which the main thread calls in passing. A callback of the communication thread
+    would be more precise, but a Python callback that runs while the interpreter exits aborts the process.
+    """
+
+    def __init__(self, works: Sequence[Any], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.start_seconds = time.perf_counter()
+        self._end_seconds = None if works else self.start_seconds
+        self._works = works
+
+    def poll(self) -> None:
+        """Note the time if the sum is complete by now."""
+        if self._end_seconds is None and all(work.is_completed() for work in self._works):
+            self._end_seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        """Block until every tensor holds the sum; a failed collective raises here."""
+        self.poll()
+        for work in self._works:
+            work.wait()
+        if self._end_seconds is None:
+            self._end_seconds = time.perf_counter()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sum has been seen to be complete."""
+        return self._end_seconds is not None
+
+    @property
+    def end_seconds(self) -> float:
+        """When the sum was first seen to be complete; after :meth:`wait`."""
+        assert self._end_seconds is not None, "not waited for"
+        return self._end_seconds
+
+
+def exposed_and_hidden(spans: Sequence[tuple[float, float]], blocked_from: float) -> tuple[float, float]:
+    """Split the time covered by ``spans`` (start, end; sorted by start) at the moment the main thread blocks."""
+    exposed = hidden = 0.0
+    covered_until = float("-inf")
+    for start, end in spans:
+        start = max(start, covered_until)
+        if end > start:
+            hidden += max(0.0, min(end, blocked_from) - start)
+            exposed += max(0.0, end - max(start, blocked_from))
+            covered_until = end
+    return exposed, hidden
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes in two stages: a worker gets its row of everybody's, makes one row of them, and then all get all of those.
+
+    The tensors have a row per worker, and belong to the exchange until it has been waited for.
+    """
+
+    rows: Tensor  # row j goes to worker j; in the end it is what worker j has made
+    incoming: Tensor  # row j comes from worker j
+    combine: Callable[[], None]  # all of incoming -> this worker's of rows; runs on the main thread
+
+
+class Communicator(Protocol):
+    """What averaging needs of a group of workers."""
+
+    rank: int
+    size: int
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        """Start summing ``tensors`` in place over all workers, in the background."""
+        ...
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """What this worker sends for such a sum."""
+        ...
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        """Start both stages of all ``parts`` in the background; the second begins in passing, at a poll or at the wait."""
+        ...
+
+
+class SoloComm:
+    """A group of one: every sum is complete at once."""
+
+    rank = 0
+    size = 1
+
+    def launch(self, tensors: Sequence[Tensor]) -> Handle:
+        return Handle((), 0)
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
+        return 0
+
+    def exchange(self, parts: Sequence[Exchange]) -> Handle:
+        raise AssertionError("a worker alone has nobody to exchange with")
+
+
+def wait_for_device() -> None:
+    """Until a device that works ahead of the host has caught up; its collectives, too."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,86 @@
+"""A configuration from files and overrides: strict loading, merging, validation of the whole.
+
+YAML files are merged in order, then ``key.sub=value`` overrides. Unknown keys, wrong types and impossible combinations
+are a :class:`ConfigError` of one line, found before any process waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from cocod_accel.config.rules import validate
+from cocod_accel.config.settings import MEASURE as MEASURE
+from cocod_accel.config.settings import Config as Config
+from cocod_accel.config.settings import TaskConfig as TaskConfig
+from cocod_accel.config.strict import ConfigError as ConfigError
+from cocod_accel.config.strict import first_line, merge_strictly, read_yaml, require, resolved, save_yaml
+
+logger = logging.getLogger(__name__)
+
+
+def load_config(arguments: list[str]) -> Config:
+    """Merge the YAML files and the ``key=value`` overrides among ``arguments``, in that order, and validate."""
+    config = merged_config(arguments)
+    validate(config)
+    return config
+
+
+def merged_config(arguments: list[str]) -> Config:
+    """The same without validating the whole: single keys are known and have their types, and that is all."""
+    tree = OmegaConf.structured(Config)
+    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    for file in files:
+        tree = merge_strictly(Config, tree, read_yaml(file), file)
+    for override in overrides:
+        key, _, _ = override.partition("=")
+        try:
+            given = OmegaConf.from_dotlist([override])
+        except Exception as error:
+            raise ConfigError(f"{override}: not a key=value override ({first_line(error)}); write e.g. seed=1") from error
+        tree = merge_strictly(Config, tree, given, f"override {key}")
+    config = resolved(tree)
+    assert isinstance(config, Config)
+    config.cluster.speeds = _read_speeds(config.cluster.speeds)
+    return config
+
+
+def load_training_config(arguments: list[str]) -> Config:
+    """The same, for a run that is to be trained."""
+    config = load_config(arguments)
+    cluster = config.emulate.cluster
+    require(cluster is None, "emulate.cluster", cluster, "marks a simulated run; give emulate.cluster=null to train it")
+    return config
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration; loading it gives an equal one."""
+    save_yaml(config, path)
+
+
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        rows.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return rows
+
+
+def _read_speeds(given: Any) -> Any:
+    """The speeds in the speeds.json of an earlier run, if that is what was given."""
+    if not isinstance(given, str) or given == MEASURE:
+        return given
+    try:
+        saved = json.loads(Path(given).read_text())
+        if saved.get("emulated"):
+            logger.warning("cluster.speeds=%s: measured on emulated workers (%s)", given, saved["emulated"])
+        return saved["speeds"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"cluster.speeds={given}: must be a list, {MEASURE}, or the speeds.json of a run ({first_line(error)})"
+        ) from error

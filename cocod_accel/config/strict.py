@@ -1,0 +1,133 @@
+"""YAML into typed trees, strictly: an unknown key, a wrong type or a missing file is one line that names the nearest fix."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """Something is wrong with the configuration; the message is one line with the key, the value and the fix."""
+
+
+def profiles() -> Path:
+    """The configurations that come with the package: inside it where it is installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def found(file: str | Path) -> Path:
+    """Where a file is; ``configs/...`` is the package's own where there is none of that name here."""
+    path = Path(file)
+    if path.is_file() or path.parts[:1] != ("configs",):
+        return path
+    return profiles().joinpath(*path.parts[1:])
+
+
+def read_yaml(file: str | Path) -> DictConfig:
+    """What a YAML file holds."""
+    path = found(file)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"did you mean {Path(file).parent / near[0]}?" if near else "give a YAML file, or key=value"
+        raise ConfigError(f"{file}: no such file; {hint}")
+    try:
+        tree = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{file}: must hold keys and values, not a list")
+    return tree
+
+
+def merge_strictly(node: type, tree: Any, given: DictConfig, source: str) -> Any:
+    """``tree``, an OmegaConf tree of the dataclass ``node``, with the keys of ``given``, which ``source`` holds."""
+    _check_keys(node, node, OmegaConf.to_container(given, resolve=False), "", source)
+    try:
+        return OmegaConf.merge(tree, given)
+    except OmegaConfBaseException as error:
+        where = f"{source}: {error.full_key}" if error.full_key else source
+        raise ConfigError(f"{where}: {first_line(error)}") from error
+
+
+def resolved(tree: Any) -> Any:
+    """The dataclass that an OmegaConf tree stands for."""
+    try:
+        OmegaConf.resolve(tree)
+        return OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
+
+
+def save_yaml(config: Any, path: Path) -> None:
+    """Write a dataclass; loading it gives an equal one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    temporary.replace(path)
+
+
+def require(good: bool, key: str, value: object, rule: str) -> None:
+    if not good:
+        raise ConfigError(f"{key}={value}: {rule}")
+
+
+def require_choice(text: str, key: str, choices: list[str]) -> None:
+    near = difflib.get_close_matches(text, choices, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+    require(text in choices, key, text, f"is not known; {hint}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _check_keys(root: type, node: type, given: Any, prefix: str, source: str) -> None:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source}: {prefix.rstrip('.')} must hold keys and values, not {given!r}")
+    known = _sections(node)
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), list(known), n=1) or _elsewhere(str(key), root)
+            hint = f"did you mean {prefix if near[0] in known else ''}{near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
+        child, shape = known[key]
+        if child is None or (value is None and shape == "optional"):
+            continue
+        if shape != "list":
+            _check_keys(root, child, value, f"{prefix}{key}.", source)
+        elif isinstance(value, list):
+            for index, entry in enumerate(value):
+                _check_keys(root, child, entry, f"{prefix}{key}[{index}].", source)
+        else:
+            raise ConfigError(f"{source}: {prefix}{key} must be a list, not {value!r}")
+
+
+def _sections(node: type) -> dict[str, tuple[type | None, str]]:
+    """Every key of a dataclass: the dataclass it holds (None: a plain value), and whether it is one, optional or a list."""
+    hints = typing.get_type_hints(node)
+    found: dict[str, tuple[type | None, str]] = {}
+    for entry in fields(node):
+        hint = hints[entry.name]
+        kinds = [hint, *typing.get_args(hint)]
+        child = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+        shape = "list" if typing.get_origin(hint) is list else "optional" if type(None) in kinds else "one"
+        found[entry.name] = child, shape
+    return found
+
+
+def _elsewhere(key: str, node: type, prefix: str = "") -> list[str]:
+    """Full names of the keys called ``key`` in any section."""
+    found: list[str] = []
+    for name, (child, shape) in _sections(node).items():
+        if name == key:
+            found.append(prefix + key)
+        if child is not None and shape != "list":
+            found += _elsewhere(key, child, f"{prefix}{name}.")
+    return found

@@ -1,0 +1,57 @@
+"""TODO-doc."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+class TrainingClock:
+    """Seconds spent training on this worker, waits included."""
+
+    def __init__(self) -> None:
+        #: Where spans count from.
+        self.origin = time.perf_counter()
+        self._total = 0.0
+        self._since: float | None = None
+
+    def state(self) -> list[float]:
+        return [self.seconds, time.perf_counter() - self.origin]
+
+    def load_state(self, state: list[float]) -> None:
+        """Go on counting where an earlier process stopped."""
+        self._total, elapsed = state
+        self.origin = time.perf_counter() - elapsed
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._total += time.perf_counter() - self._since
+            self._since = None
+
+    @property
+    def seconds(self) -> float:
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._total + running
+
+
+@dataclass
+class TimeToAccuracy:
+    """The training time of the first evaluation at or above each target; not interpolated."""
+
+    targets: list[float]
+    seconds: dict[float, float | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seconds = dict.fromkeys(self.targets)
+
+    def note(self, accuracy: float, train_seconds: float) -> None:
+        for target in self.targets:
+            if self.seconds[target] is None and accuracy >= target:
+                self.seconds[target] = train_seconds

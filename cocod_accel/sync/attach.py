@@ -1,0 +1,72 @@
+"""TODO-doc."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.comm.agreement import exchange_reports
+from cocod_accel.comm.groups import Channels, default_group
+from cocod_accel.comm.shutdown import rest_before_exit
+from cocod_accel.sync.nodes import Nodes
+from cocod_accel.sync.preflight import (
+    Report,
+    Subject,
+    check_agreement,
+    group_of,
+    raise_problems,
+)
+from cocod_accel.sync.sync import Sync
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Any,
+    algorithm: Algorithm,
+    *,
+    weight: float = 1,
+    inner: Any = None,
+) -> Sync:
+    """Train ``model`` with ``algorithm`` in a loop that stays as it is.
+
+    Args:
+        model: a ``DistributedDataParallel`` model, as ``accelerator.prepare`` or torch makes it; compiled or not. With
+            one process a bare module will do.
+        optimizer: the optimizer that trains it, bare or prepared; or a list of them.
+        algorithm: e.g. ``CoCoDSGD(period=5)``. The same on every worker.
+        weight: this worker's batch size M_i; the mean model is sum_j M_j x_j / sum_j M_j.
+        inner: the process group of the workers on this worker's node. They sum their gradients in every step, and the
+            algorithm runs between nodes. Groups must be of equal size.
+
+    Every worker must call this at the same point. What is wrong on one worker is raised on all of them.
+    """
+    problem: Exception | None = None
+    subject: Subject | None = None
+    try:
+        subject = Subject.examine(model, optimizer, algorithm, weight, inner)
+    except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
+        problem = error
+    apparent = group_of(model) if inner is None else default_group()
+    group = apparent if subject is None else subject.group
+    reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group)
+    raise_problems(reports, problem)
+    assert subject is not None
+    check_agreement(reports, algorithm)
+
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    nodes = Nodes.of([report.node for report in reports], rank)
+    channels = Channels.alone()
+    if len(reports) > 1:
+        router = subject.router
+        assert router is not None
+        if not all(report.has_channels for report in reports):  # the same answer on every worker
+            exchanges = algorithm.payload != "fp32"
+            router.channels = Channels.open(group, nodes.mates, nodes.peers, exchanges=exchanges)
+            router.channels_of = subject.node, exchanges
+        assert router.channels is not None
+        channels = router.channels
+        rest_before_exit()
+    return Sync(subject, algorithm, channels, nodes, reports)

@@ -1,0 +1,327 @@
+"""Everything that is checked before training starts: on each worker alone, then between workers.
+
+A worker that finds something wrong must not leave the others waiting, and workers that differ would corrupt each
+other's averages in silence. So each examines what it was given, all exchange one report, and all raise or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cocod_accel.algorithms import Algorithm, PipeSGD
+from cocod_accel.averaging.weights import check_weight
+from cocod_accel.comm.agreement import bytes_of
+from cocod_accel.comm.groups import default_group
+from cocod_accel.sync import deepspeed as engines
+from cocod_accel.sync.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
+from cocod_accel.sync.deepspeed import EngineRouter, check_engine, is_engine
+from cocod_accel.sync.nodes import Nodes
+
+#: Modules that an algorithm is attached to now.
+ATTACHED: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is attached to, examined on this worker alone."""
+
+    model: nn.Module
+    module: nn.Module
+    ddp: DistributedDataParallel | None
+    #: A DeepSpeed engine.
+    engine: Any
+    router: HookRouter | EngineRouter | None
+    optimizers: list[Optimizer]
+    trainable: list[nn.Parameter]
+    frozen: list[nn.Parameter]
+    buffer_shapes: dict[str, torch.Size]
+    signature: str
+    #: The ranks of this worker's node; (): it has said nothing of nodes.
+    node: tuple[int, ...] = ()
+
+    @classmethod
+    def examine(cls, model: nn.Module, optimizer: Any, algorithm: Algorithm, weight: object, inner: Any = None) -> Subject:
+        if not isinstance(algorithm, Algorithm):
+            hint = f"pass {algorithm.__name__}(...)" if isinstance(algorithm, type) else "pass e.g. CoCoDSGD(period=5)"
+            raise TypeError(f"algorithm={algorithm!r} is not an algorithm; {hint}")
+        check_weight(weight)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        module, ddp = unwrap(model)
+        if module in ATTACHED:
+            raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
+        engine = model if is_engine(model) else None
+        if engine is not None:
+            check_engine(engine, algorithm)
+        optimizers = torch_optimizers(optimizer)
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        if algorithm.refuses_scaler and any(_is_scaled(item) for item in given):
+            raise ValueError(algorithm.refuses_scaler)
+        if ddp is None and engine is None and default_group() is not None:
+            raise TypeError(
+                f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
+                "wrap it first: accelerator.prepare(model) or DistributedDataParallel(model)"
+            )
+        if ddp is not None and ddp.mixed_precision is not None:
+            raise ValueError("DDP(mixed_precision=...) keeps a second set of parameters; use torch.autocast instead")
+        node = () if inner is None else _node_of(inner, algorithm, ddp)
+        if isinstance(algorithm, PipeSGD):
+            _check_pipe(module, ddp)
+        if algorithm.reduces_gradients and ddp is not None and ddp in ROUTERS and ROUTERS[ddp].barrier is not None:
+            raise ValueError(
+                "static_graph=True after local steps: DDP no longer synchronises; wrap the module in a fresh DDP"
+            )
+        for line in unsupported_modules(module, local=not algorithm.reduces_gradients):
+            raise ValueError(line)
+        named = dict(module.named_parameters())
+        for name, parameter in named.items():
+            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+                raise TypeError(f"parameter {name} is a sharded DTensor; use DistributedDataParallel")
+        _check_ownership(optimizers, named)
+        ignored = ignored_names(ddp)
+        kept = {name: parameter for name, parameter in named.items() if name not in ignored}
+        num_trainable = sum(parameter.requires_grad for parameter in kept.values())
+        if algorithm.fragments > max(1, num_trainable):
+            raise ValueError(
+                f"fragments={algorithm.fragments} is more than the model's {num_trainable} trainable parameters, which are "
+                f"not cut; use {max(1, num_trainable)} at most"
+            )
+        return cls(
+            model=model,
+            module=module,
+            ddp=ddp,
+            engine=engine,
+            router=engines.router_of(engine) if engine is not None else None if ddp is None else router_of(ddp),
+            optimizers=optimizers,
+            trainable=[parameter for parameter in kept.values() if parameter.requires_grad],
+            frozen=[parameter for parameter in kept.values() if not parameter.requires_grad],
+            buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers() if name not in ignored},
+            signature=_signature(module, kept),
+            node=node,
+        )
+
+    @property
+    def group(self) -> Any:
+        """The workers this model is trained by; None if there is one."""
+        if self.engine is not None or self.node:
+            return default_group()
+        if self.ddp is None or dist.get_world_size(self.ddp.process_group) == 1:
+            return None
+        return self.ddp.process_group
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers to average, as they are bound now. Their shapes are those of attach, or the sums would be wrong."""
+        found = []
+        for name, shape in self.buffer_shapes.items():
+            buffer = self.module.get_buffer(name)
+            if buffer.shape != shape:
+                raise ValueError(
+                    f"buffer {name} had shape {tuple(shape)} at attach and has {tuple(buffer.shape)} now, so it cannot be "
+                    "averaged; let DDP ignore it (_set_params_and_buffers_to_ignore_for_model) before attaching"
+                )
+            found.append(buffer)
+        return found
+
+    @contextmanager
+    def bound_buffers(self) -> Iterator[None]:
+        """Afterwards every buffer is bound to the tensor it is bound to now; modules may bind others meanwhile."""
+        slots = [
+            (owner, name, buffer)
+            for owner in self.module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for owner, name, buffer in slots:
+                owner._buffers[name] = buffer
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker tells the others at attach."""
+
+    error: tuple[type[Exception], str] | None = None
+    weight: float = float("nan")
+    algorithm: str = ""
+    period: str = ""
+    signature: str = ""
+    trainable_digest: str = ""
+    frozen_digest: str = ""
+    node: tuple[int, ...] = ()
+    #: Of an algorithm that takes one per worker.
+    own_period: str = ""
+    optimizer_state: str = ""
+    payload: str = ""
+    fragments: int = 1
+    pull_back: float = 0.0
+    outer_momentum: float = 0.0
+    has_channels: bool = False
+
+    @classmethod
+    def of(cls, subject: Subject | None, algorithm: Algorithm, weight: Any, problem: Exception | None) -> Report:
+        if subject is None:
+            return cls(error=described(problem))
+        return cls(
+            weight=float(weight),
+            algorithm=algorithm.name,
+            period=str(algorithm.period) if algorithm.same_period else "",
+            signature=subject.signature,
+            trainable_digest=_digest(subject.trainable),
+            frozen_digest=_digest(subject.frozen),
+            node=subject.node,
+            own_period=str(algorithm.period),
+            optimizer_state=algorithm.optimizer_state,
+            payload=algorithm.payload,
+            fragments=algorithm.fragments,
+            pull_back=algorithm.pull_back,
+            outer_momentum=algorithm.outer_momentum,
+            has_channels=subject.router is not None
+            and subject.router.channels_of == (subject.node, algorithm.payload != "fp32"),
+        )
+
+
+def described(problem: Exception | None) -> tuple[type[Exception], str] | None:
+    if problem is None:
+        return None
+    kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
+    return kind, str(problem)
+
+
+def raise_problems(reports: Sequence[Report], problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            kind, message = report.error
+            raise kind(f"rank {rank}: {message}")
+
+
+def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
+    first = reports[0]
+    for rank, other in enumerate(reports[1:], start=1):
+        for what, fix in (
+            ("algorithm", "pass the same algorithm on every worker"),
+            ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
+            ("optimizer_state", "pass the same on every worker"),
+            ("payload", "pass the same on every worker"),
+            ("fragments", "pass the same on every worker"),
+            ("pull_back", "pass the same on every worker"),
+            ("outer_momentum", "pass the same on every worker"),
+        ):
+            ours, theirs = getattr(first, what), getattr(other, what)
+            if ours != theirs:
+                raise ValueError(f"workers differ in {what}: rank 0 has {ours}, rank {rank} has {theirs}; {fix}")
+        if first.signature != other.signature:
+            raise ValueError(
+                f"workers differ in their models: rank {rank} has other parameters or buffers than rank 0 "
+                "(name, shape, dtype, memory format or requires_grad); build the same model on every worker"
+            )
+        if first.frozen_digest != other.frozen_digest:
+            raise ValueError(
+                f"workers differ in frozen parameters, which are never sent: rank {rank} has other values than rank 0; "
+                "load the same weights on every worker"
+            )
+    nodes = Nodes.of([report.node for report in reports], rank=0)
+    for mates in nodes.members:
+        periods = {reports[rank].own_period for rank in mates}
+        if len(periods) > 1:
+            raise ValueError(f"the workers of ranks {list(mates)} share a node but differ in period; pass the same one")
+    check_weights(algorithm, nodes, [report.weight for report in reports])
+
+
+def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float]) -> None:
+    between = nodes.between(weights)
+    if algorithm.needs_equal_weights and not between.equal:
+        raise ValueError(
+            f"{type(algorithm).__name__} averages with equal weights, got {list(between.values)}; "
+            "pass the same weight on every worker and a period in proportion to its speed"
+        )
+
+
+def _is_scaled(optimizer: Any) -> bool:
+    scaler = getattr(optimizer, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | None) -> tuple[int, ...]:
+    """The ranks of the group that a worker says it shares a node with."""
+    if not isinstance(inner, dist.ProcessGroup):
+        raise TypeError(f"inner={inner!r} is not a process group of this worker's; pass what dist.new_subgroups() returned")
+    if algorithm.reduces_gradients:
+        raise ValueError(
+            f"{type(algorithm).__name__} reduces gradients over all workers, so there is nothing to do between nodes; "
+            "leave inner out, or use CoCoDSGD"
+        )
+    if algorithm.payload != "fp32":
+        raise ValueError(f'payload="{algorithm.payload}" is not sent between nodes; use payload="fp32", or leave inner out')
+    ranks = tuple(dist.get_process_group_ranks(inner))
+    if ddp is not None:
+        wrapped = tuple(dist.get_process_group_ranks(ddp.process_group))
+        if wrapped not in (ranks, tuple(range(dist.get_world_size()))):
+            raise ValueError(
+                f"inner has the ranks {list(ranks)}, the model is wrapped for {list(wrapped)}; "
+                "use DistributedDataParallel(model, process_group=inner), or wrap it for all workers"
+            )
+        if ddp.find_unused_parameters and wrapped != ranks:
+            raise ValueError(
+                "find_unused_parameters asks all workers in every step; "
+                "use DistributedDataParallel(model, process_group=inner, find_unused_parameters=True)"
+            )
+        if not algorithm.same_period and wrapped != ranks:
+            raise ValueError(
+                "DDP meets all workers in its second step, where nodes with periods of their own may wait for each other; "
+                "use DistributedDataParallel(model, process_group=inner)"
+            )
+    return ranks
+
+
+def _check_pipe(module: nn.Module, ddp: DistributedDataParallel | None) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex() and ddp is not None:
+            raise ValueError(f"PipeSGD does not delay complex gradients under DDP ({name}); use another algorithm")
+
+
+def _check_ownership(optimizers: Sequence[Optimizer], named: dict[str, nn.Parameter]) -> None:
+    owned = {id(parameter) for parameter in named.values()}
+    for optimizer in optimizers:
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
+        if foreign:
+            raise ValueError(
+                f"the optimizer holds {len(foreign)} parameter(s) the model does not, the first of shape "
+                f"{tuple(foreign[0].shape)}; build the optimizer from this model's parameters()"
+            )
+
+
+def group_of(model: object) -> Any:
+    """The group to report a problem to, as far as it can be told from a model that may be anything."""
+    while isinstance(model, nn.Module):
+        if isinstance(model, DistributedDataParallel):
+            return model.process_group if dist.get_world_size(model.process_group) > 1 else None
+        model = getattr(model, "_orig_mod", None)
+    return default_group()
+
+
+def _signature(module: nn.Module, parameters: dict[str, nn.Parameter]) -> str:
+    rows = [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()} {p.requires_grad}" for n, p in parameters.items()]
+    rows += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()

@@ -1,0 +1,58 @@
+"""TODO-doc."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from cocod_accel.comm.handles import wait_for_device
+
+
+@dataclass
+class Pace:
+    """Times the computation of every step of a loop, and stretches it where a slower worker is emulated.
+
+    A device that works ahead of the host is waited for, so this is only switched on when it is needed.
+    """
+
+    is_on: bool
+    #: How many times longer this worker's computation is to take.
+    slowdown: float = 1.0
+    #: Stretch by keeping the core busy, as computing would. A core that sleeps is slower when it wakes up and leaves more of
+    #: the machine to the others: measured, one of two workers slept to half its speed was found at 0.43 of the other's.
+    is_busy: bool = False
+    #: Of every step since the list was emptied, stretching included.
+    seconds: list[float] = field(default_factory=list)
+
+    def begin(self, blocked: float) -> None:
+        """A step begins; ``blocked``: seconds that communication has blocked this worker until now."""
+        if self.is_on:
+            wait_for_device()
+            self._begin, self._blocked = time.perf_counter(), blocked
+
+    def end(self, blocked: float) -> tuple[float, float] | None:
+        """The step's computation is done; when it was stretched, from when to when."""
+        if not self.is_on:
+            return None
+        wait_for_device()
+        computed_at = time.perf_counter()
+        computed = computed_at - self._begin - (blocked - self._blocked)
+        if self.slowdown > 1:
+            self._stretch_until(computed_at + (self.slowdown - 1) * computed)
+        now = time.perf_counter()
+        self.seconds.append(computed + now - computed_at)
+        return (computed_at, now) if self.slowdown > 1 else None
+
+    def _stretch_until(self, end: float) -> None:
+        if not self.is_busy:
+            time.sleep(max(0.0, end - time.perf_counter()))
+        while time.perf_counter() < end:
+            os.sched_yield()  # whoever communicates meanwhile may have the core
+
+    def median_seconds(self) -> float:
+        """Of the steps since the last call; not a number if there were none."""
+        seconds, self.seconds = self.seconds, []
+        return statistics.median(seconds) if seconds else math.nan

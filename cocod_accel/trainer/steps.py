@@ -1,0 +1,74 @@
+"""What a worker computes in a step and in an evaluation: one definition for the trainer and for the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocod_accel.checkpoint.rng import kept_randomness
+from cocod_accel.config.settings import Config
+from cocod_accel.tasks import Task
+from cocod_accel.tasks.data import batches
+
+
+class NonFiniteLossError(RuntimeError):
+    """A worker's loss is no longer a number."""
+
+
+def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of a batch; inside whatever autocast is on."""
+    # An engine's own autocast ends with its forward: the loss is formed in float32 all the same.
+    return nn.functional.cross_entropy(model(inputs).float(), labels)
+
+
+def check_finite(losses: Sequence[Tensor], rank: int, step: int) -> None:
+    """Raise if one of a worker's last losses, up to ``step``, was not finite; one look at the device for all of them."""
+    if losses:
+        finite = torch.isfinite(torch.stack(list(losses)))
+        if not bool(finite.all()):
+            first = step - len(losses) + 1 + int((~finite).nonzero()[0, 0])
+            raise NonFiniteLossError(f"worker {rank}: the loss is not finite at step {first}; lower the learning rate")
+
+
+def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: int, device: torch.device) -> list[float]:
+    """Right answers and the sum of losses over one worker's part of the test set, then, as far as it is asked for, the sum
+    of losses over its part of the training set, built-in ones not augmented; the model is in its evaluation mode.
+    """
+
+    def sums(data: Any, size: int) -> tuple[float, float]:
+        correct, losses = 0.0, 0.0
+        indices = torch.arange(rank, size, num_workers)
+        for inputs, labels in batches(data, indices, config.evaluation.batch_size, device):
+            with torch.autocast(device.type, torch.bfloat16, config.precision == "bf16"):
+                outputs = model(inputs)
+            correct += (outputs.argmax(1) == labels).sum().item()
+            losses += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
+        return correct, losses
+
+    with torch.no_grad():
+        tested = sums(task.test, task.num_test)
+        if not config.evaluation.training_loss:
+            return [*tested, 0.0]
+        with kept_randomness():  # a loader draws from it, and training goes on as if nobody had looked
+            return [*tested, sums(task.train, task.num_train)[1]]
+
+
+def evaluation_row(epoch: int, rows: Sequence[Sequence[float]], config: Config, task: Task) -> dict[str, Any]:
+    """All workers' evaluation of an epoch, counted from 0.
+
+    A row is what :func:`score` returned, the sum of the epoch's training losses over samples, and the number of those.
+    """
+    correct, test_loss, mean_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(5))
+    row = {
+        "epoch": epoch + 1,
+        "accuracy": correct / task.num_test,
+        "test_loss": test_loss / task.num_test,
+        "train_loss": train_loss / num_samples,
+    }
+    if config.evaluation.training_loss:
+        row["mean_train_loss"] = mean_loss / task.num_train
+    return row

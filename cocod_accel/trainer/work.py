@@ -1,0 +1,150 @@
+"""What one worker does in a run, and where it is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.sharding.plan import WorkPlan, local_periods, plan_workers, steps_in_shards
+from cocod_accel.sharding.sampler import skewed_order
+from cocod_accel.tasks.data import Batch, Images, batches
+from cocod_accel.trainer.schedule import learning_rate, period_in_epoch, period_in_steps
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one worker does: its algorithm, its batches, and the steps of every epoch."""
+
+    algorithm: Algorithm
+    plan: WorkPlan
+    #: Of every epoch, each worker's.
+    all_steps: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def of(cls, config: Config, num_samples: int, rank: int) -> Work:
+        """Plan the run for worker ``rank``."""
+        kind: Any = ALGORITHMS[config.algorithm.name]
+        by_epoch = config.period_by_epoch
+        periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs)]
+        own_period = not kind.same_period
+        try:
+            plan = plan_workers(
+                config.speeds,
+                num_samples,
+                base_batch=config.batch_size,
+                global_batch=config.cluster.global_batch,
+                proportional=config.cluster.proportional,
+                period=periods[-1] if own_period else None,
+            )
+            rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
+            steps_of = {k: steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in set(periods)}
+            all_steps = tuple(steps_of[k] for k in periods)
+        except ValueError as error:
+            total = config.cluster.global_batch
+            key = f"batch_size={config.batch_size}" if total is None else f"cluster.global_batch={total}"
+            raise ConfigError(f"{key}: {error}") from error
+        if own_period:
+            by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
+        steps = [everybodys[rank] for everybodys in all_steps]
+        options: dict[str, Any] = {
+            "period": period_in_steps(by_epoch, steps),
+            "optimizer_state": config.algorithm.optimizer_state,
+            "payload": config.algorithm.payload,
+        }
+        for name, usual in (("fragments", 1), ("pull_back", 0.0), ("outer_momentum", 0.0)):
+            if getattr(config.algorithm, name) != usual:  # not every algorithm knows of it
+                options[name] = getattr(config.algorithm, name)
+        algorithm = kind() if kind.reduces_gradients else kind(**options)
+        return cls(algorithm, plan, all_steps, rank)
+
+    @property
+    def steps(self) -> list[int]:
+        """This worker's, of every epoch."""
+        return [everybodys[self.rank] for everybodys in self.all_steps]
+
+    @property
+    def batch(self) -> int:
+        return self.plan.batches[self.rank]
+
+    def supply(
+        self,
+        config: Config,
+        data: Images | Dataset[Any],
+        epoch: int,
+        device: torch.device,
+        *,
+        seed: int | str,
+        generator: torch.Generator,
+        skipped: int = 0,
+    ) -> Iterator[Batch]:
+        """This worker's batches in an epoch, without the first ``skipped``; random crops and flips from ``generator``."""
+        order = None
+        if config.task.label_skew is not None:
+            if not isinstance(data, Images):
+                raise ConfigError(
+                    f"task.label_skew={config.task.label_skew:g}: needs labels in memory; return (inputs, labels) tensors"
+                )
+            order = skewed_order(data.labels, self.plan.shards, config.task.label_skew, seed)
+        sampler = self.plan.sampler(self.rank, seed=seed, across=config.cluster.shuffle == "across", order=order)
+        indices = sampler.epoch(epoch, self.all_steps[epoch])
+        if config.loader_workers == 0:
+            indices, skipped = indices[skipped * self.batch :], 0
+        found = batches(data, indices, self.batch, device, generator=generator, loader_workers=config.loader_workers)
+        for _ in range(skipped):  # the random numbers of processes can only be drawn again
+            next(found)
+        return found
+
+    def learning_rate(self, config: Config, epoch: float) -> float:
+        """Of all workers together; ``epoch`` counts from 0 and has a fraction."""
+        base, schedule = config.optimizer.learning_rate, config.schedule
+        factor = self.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
+        return learning_rate(
+            epoch, base, base * factor, schedule.warmup_epochs, schedule.decay_epochs, schedule.decay_factor
+        )
+
+    def all_samples_per_own(self, epoch: int) -> float:
+        """Samples of all workers for each of this one's, in an epoch."""
+        used = [b * s for b, s in zip(self.plan.batches, self.all_steps[epoch], strict=True)]
+        return float(sum(used) / used[self.rank])
+
+
+@dataclass
+class Position:
+    """Where a worker is in its run; what a checkpoint keeps besides model, optimizer and averages."""
+
+    #: What batches are drawn from; another one after a resumption with other workers.
+    seed: int | str
+    epoch: int = 0
+    #: Steps taken in this epoch.
+    index: int = 0
+    step: int = 0
+    samples: int = 0
+    accuracy: float = 0.0
+    best_accuracy: float = 0.0
+    #: Batches that were moved; None: those of the configuration.
+    moved_batches: list[int] | None = None
+    #: (batch, seconds) of every worker when batches were last thought of, and the share of a step that is fixed.
+    paces: list[list[float]] | None = None
+    fixed: list[float] | None = None
+    #: (first step, period) pairs that ``algorithm.period: auto`` has decided; None: the configuration says them.
+    periods: list[list[int]] | None = None
+    #: Of the random crops and flips.
+    generator: Tensor | None = None
+    #: Of all workers.
+    all_samples: float = 0.0
+    #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
+    first_batches: list[int] = field(default_factory=list)
+    all_steps: list[int] = field(default_factory=list)
+    shuffle: str = ""
+    #: Steps since a checkpoint was last due, and where in the epoch that was last looked at.
+    shared_steps: int = 0
+    last_shared: int = 0
