@@ -11,6 +11,7 @@ import cocod_accel
 
 ROOT = Path(cocod_accel.__file__).parent
 
+
 def test_importing_the_core_needs_torch_alone() -> None:
     code = """
 import sys

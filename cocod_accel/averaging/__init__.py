@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""What is averaged and how: parts of a model, codecs, rules, weights."""

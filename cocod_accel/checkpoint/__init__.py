@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""Checkpoints of all workers together, in safetensors files."""

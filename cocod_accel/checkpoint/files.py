@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""The files of a checkpoint: its manifest, and one file a worker."""
 
 from __future__ import annotations
 

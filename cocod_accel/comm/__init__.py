@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""Start a sum over all workers, wait for it later."""

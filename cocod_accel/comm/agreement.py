@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""What workers tell each other before they train: reports, errors, checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""A slow link, emulated: sums take what a ring on that link would take."""
 
 from __future__ import annotations
 

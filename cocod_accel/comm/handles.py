@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""A sum under way, and the contract of whoever can start one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""A run's configuration: typed settings, strict loading, and what is refused."""

@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""The run folder: writing it, reading it, its spans and tables."""

@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""Training time, and the time at which an accuracy was first reached."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""Who trains on which samples: speeds to batches, shards, samplers, loaders."""

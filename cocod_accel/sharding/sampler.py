@@ -1,16 +1,18 @@
-"""TODO-doc."""
+"""Which samples a worker sees, epoch by epoch: disjoint shards, reshuffled, or skewed by label."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from cocod_accel.sharding.plan import WorkPlan
+if TYPE_CHECKING:
+    from cocod_accel.sharding.plan import WorkPlan
 
 
 class ShardSampler(Sampler[list[int]]):

@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""Attach an algorithm to a training loop: ``attach``, ``Sync``, and the adapters for DDP and DeepSpeed."""

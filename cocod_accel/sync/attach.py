@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""Attach an algorithm to a training loop that stays as it is."""
 
 from __future__ import annotations
 

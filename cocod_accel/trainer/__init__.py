@@ -1,1 +1,1 @@
-"""TODO-doc."""
+"""One run on one worker: the process, the loop, resuming, measuring, watching."""

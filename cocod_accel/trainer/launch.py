@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""The ``accelerate launch`` line for this machine, and how many threads each worker gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO-doc."""
+"""A worker's pace in a run: what its steps take, and how it is slowed down on purpose."""
 
 from __future__ import annotations
 
