@@ -17,6 +17,7 @@ from cocod_accel.algorithms import (
     LocalSGD,
     PipeSGD,
 )
+from cocod_accel.averaging.rules import Outer
 from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.sharding.loader import pass_through
@@ -38,6 +39,7 @@ __all__ = [
     "CoCoDSGD",
     "LocalSGD",
     "Measured",
+    "Outer",
     "PipeSGD",
     "Resumed",
     "ShardSampler",

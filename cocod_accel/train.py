@@ -52,8 +52,8 @@ def run(arguments: list[str]) -> int:
             _find_speeds(config, task, accelerator, place)
         trainer = Trainer(config, task, model, accelerator, place, watch)
         # A polite end (pre-emption, kill): all workers agree on it and save. SIGUSR1: they save and go on.
-        signal.signal(signal.SIGTERM, lambda *_: trainer.sync.request(stop=True))
-        signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.request(save=True))
+        signal.signal(signal.SIGTERM, lambda *_: trainer.sync.control.request(stop=True))
+        signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.control.request(save=True))
         summary = trainer.run()
         if accelerator.is_main_process:
             print(_last_words(summary, config, place.path, trainer), flush=True)

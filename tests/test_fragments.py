@@ -175,17 +175,17 @@ def on_slow_link(rank: int) -> Any:
     found = []
     for fragments in (1, 4):
         model, optimizer, sync = begin(rank, (fragments, 4, [1, 1], "sgd", False))
-        sync.emulate_link(Link(latency_ms=3))
-        sync.listen()
-        sync.record_spans()
+        sync.control.emulate_link(Link(latency_ms=3))
+        sync.control.listen()
+        sync.control.record_spans()
         if rank == 1:
-            sync.request(save=True)
+            sync.control.request(save=True)
         saves = []
         for number in range(STEPS):
             step(model, optimizer, rank, number)
-            saves.append(sync.agreed().save)
+            saves.append(sync.control.agreed().save)
         sync.finish()
-        lengths = [end - start for name, start, end in sync.take_spans() if name == "communicate"]
+        lengths = [end - start for name, start, end in sync.control.take_spans() if name == "communicate"]
         found.append((saves, len(lengths), min(lengths), sync.stats().bytes))
         sync.detach()
     return found

@@ -241,7 +241,7 @@ def on_a_link(rank: int, name: str, slow: bool) -> Any:
     optimizer = loops.OPTIMIZERS["momentum"](model)
     sync = attach(model, optimizer, loops.make_algorithm(name, 2), weight=1)
     if slow:
-        sync.emulate_link(Link(bandwidth_mbit=None, latency_ms=3))
+        sync.control.emulate_link(Link(bandwidth_mbit=None, latency_ms=3))
     for step in range(6):
         optimizer.zero_grad()
         loops.loss_of(model, *loops.make_batch(rank, step)).backward()

@@ -236,7 +236,7 @@ def counted(rank: int, name: str, wrapped_for: str) -> Any:
     model = DistributedDataParallel(loops.make_model(), **options)
     optimizer = loops.OPTIMIZERS["momentum"](model)
     sync = attach(model, optimizer, loops.make_algorithm(name, 4), inner=inner)
-    sync.listen()  # what a trainer asks travels at the end of a round, too
+    sync.control.listen()  # what a trainer asks travels at the end of a round, too
     calls: list[list[Any]] = [[] for _ in range(12)]
     with profiled() as profile:
         for step in range(12):
@@ -329,7 +329,7 @@ def emulated(rank: int, emulates: bool) -> Any:
     optimizer = loops.OPTIMIZERS["momentum"](model)
     sync = attach(model, optimizer, CoCoDSGD(2), weight=rank + 1, inner=node_group(rank))
     if emulates:
-        sync.emulate_link(Link(latency_ms=5))
+        sync.control.emulate_link(Link(latency_ms=5))
     for step in range(6):
         optimizer.zero_grad()
         loops.loss_of(model, *loops.make_batch(rank, step)).backward()
@@ -393,7 +393,7 @@ def emulated_once(rank: int) -> bool:
     model = DistributedDataParallel(loops.make_model())
     optimizer = loops.OPTIMIZERS["sgd"](model)
     sync = attach(model, optimizer, CoCoDSGD(2), inner=inner)
-    sync.emulate_link(Link(latency_ms=5))
+    sync.control.emulate_link(Link(latency_ms=5))
     sync.finish()
     sync.detach()
     again = attach(model, optimizer, CoCoDSGD(2), inner=inner)

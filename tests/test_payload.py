@@ -562,17 +562,17 @@ def all_on_slow_link(rank: int) -> Any:
 
 def on_slow_link(rank: int, codec: str) -> Any:
     model, optimizer, sync = begin(rank, CoCoDSGD(2, payload=codec), wide_model(torch.float32))
-    sync.emulate_link(Link(bandwidth_mbit=1.0))
-    sync.listen()
-    sync.record_spans()
+    sync.control.emulate_link(Link(bandwidth_mbit=1.0))
+    sync.control.listen()
+    sync.control.record_spans()
     if rank == 1:
-        sync.request(save=True)
+        sync.control.request(save=True)
     saves = []
     for number in range(8):
         step(model, optimizer, rank, number)
-        saves.append(sync.agreed().save)
+        saves.append(sync.control.agreed().save)
     sync.state_dict()
-    lengths = [end - start for name, start, end in sync.take_spans() if name == "communicate"]
+    lengths = [end - start for name, start, end in sync.control.take_spans() if name == "communicate"]
     return max(lengths), sync.stats().bytes, saves, loops.snapshot(model)
 
 

@@ -480,12 +480,12 @@ def test_a_round_under_way_keeps_its_period() -> None:
     for number in range(1, 17):
         step(model, optimizer)
         if number == 4:  # in the second round, which began after step 3
-            sync.set_period([(0, 3), (4, 5)])
-        if sync.is_round_start:
+            sync.control.set_period([(0, 3), (4, 5)])
+        if sync.control.is_round_start:
             ends.append(number)
     assert ends == [3, 6, 11, 16]
     with pytest.raises(ValueError, match="at least 1"):
-        sync.set_period(0)
+        sync.control.set_period(0)
     sync.detach()
 
 
@@ -500,7 +500,7 @@ def trajectory(rank: int, timed: bool, payload: str) -> list[float]:
             optimizer.step()
             if timed and number in (0, 3, 4):
                 before = sync.stats()
-                assert sync.time_transfer() > 0
+                assert sync.control.time_transfer() > 0
                 assert sync.stats().bytes == before.bytes
             values.append(float(sum(p.double().sum() for p in model.parameters())))
     return values
@@ -681,7 +681,7 @@ def transfer_sizes(rank: int) -> list[int]:
             return launch(tensors)
 
         comm.launch = noted  # type: ignore[method-assign]
-        sync.time_transfer()
+        sync.control.time_transfer()
         found.append(sizes[-1])
         sync.detach()
     return found

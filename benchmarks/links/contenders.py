@@ -48,7 +48,7 @@ class Ours(Contender):
         self.sync.detach()
 
     def emulate(self, link: Link) -> None:
-        self.sync.emulate_link(link)
+        self.sync.control.emulate_link(link)
 
 
 def _ours(name: str, **options: Any) -> type[Ours]:

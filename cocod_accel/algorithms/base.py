@@ -1,4 +1,4 @@
-"""The contract between an algorithm and whatever drives it (DDP hooks, an engine, a simulator).
+"""The contract between an algorithm and whatever drives it (:mod:`cocod_accel.sync.driver`).
 
 A driver calls, for one worker:
 
@@ -11,25 +11,29 @@ A driver calls, for one worker:
         at a round end:
             method.launch()               # take in what was started one round ago, start what must travel now
             method.land()                 # complete what must be complete before the next step
-        inside a round, where a part of the payload has its turn (``RoundClock.parts_due``, if ``fragments`` > 1):
-            method.launch_part(part)
+        inside a round, where a part of the model has its turn (``RoundClock.parts_due``, if ``fragments`` > 1):
+            method.launch(part)
+            method.land(part)
     method.drain()                        # merge or drop what is still in flight
 
-Launch and land are separate calls so that a driver of several workers can launch all before landing any. An
-algorithm sees tensors and a :class:`~cocod_accel.averaging.replica.Replica`, never DDP.
+Launch and land are separate calls so that a driver of several workers can launch all before landing any. An algorithm sees
+tensors and a :class:`~cocod_accel.averaging.replica.Replica`, never DDP.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from cocod_accel.algorithms.rounds import Period, PeriodLike
+from cocod_accel.algorithms.rounds import Period, PeriodLike, check_fragments
 from cocod_accel.averaging.replica import Replica
-from cocod_accel.averaging.rules import check_share
+from cocod_accel.averaging.route import Route
+from cocod_accel.averaging.rules import Outer, Rule, check_outer
 
 
 @dataclass(frozen=True)
@@ -59,45 +63,62 @@ class Algorithm:
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset")
     #: How models may travel in rounds.
     payloads: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "int8")
+    #: Options that must be the same on every worker, beside the period; each is an attribute and an argument.
+    options: ClassVar[dict[str, Any]] = {
+        "payload": "fp32", "fragments": 1, "own_share": 1.0, "outer": Outer(), "optimizer_state": "keep",
+    }  # fmt: skip
 
     replica: Replica
-    #: Parts that a payload is sent in, one after the other in a round.
-    fragments: int = 1
-    #: The alpha that pulls a merged model back towards the mean.
-    pull_back: float = 0.0
+    #: The part of its own steps since a launch that a worker keeps when the mean arrives.
+    own_share: float = 1.0
 
     def __init__(
-        self, period: PeriodLike, *, optimizer_state: str = "keep", payload: str = "fp32", outer_momentum: float = 0.0
+        self,
+        period: PeriodLike,
+        *,
+        payload: str = "fp32",
+        fragments: int = 1,
+        outer: Outer | None = None,
+        optimizer_state: str = "keep",
     ) -> None:
         self.period = Period.parse(period)
-        if optimizer_state not in self.optimizer_policies:
-            rule = f"is not for {type(self).__name__}; choose from {', '.join(self.optimizer_policies)}"
-            raise ValueError(f"optimizer_state={optimizer_state!r} {rule}")
-        if payload not in self.payloads:
-            rule = f"is not for {type(self).__name__}; choose from {', '.join(self.payloads)}"
-            raise ValueError(f"payload={payload!r} {rule}")
+        self._check_choice("optimizer_state", optimizer_state, self.optimizer_policies)
+        self._check_choice("payload", payload, self.payloads)
         self.optimizer_state = optimizer_state
+        #: How parameters are written on the wire.
         self.payload = payload
-        #: The beta with which the means are followed, instead of adopted.
-        self.outer_momentum = check_share("outer_momentum", outer_momentum)
-        self.refuse_with("outer_momentum", self.outer_momentum, payload != "fp32", 'payload="fp32"')
+        #: Parts that a model is sent in, one after the other in a round.
+        self.fragments = check_fragments(fragments, self.period)
+        #: What moves the point that all workers share.
+        self.outer = check_outer(outer)
+
+    def _check_choice(self, name: str, value: str, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not for {type(self).__name__}; choose from {', '.join(choices)}")
 
     def __repr__(self) -> str:
-        options = {
-            "optimizer_state": (self.optimizer_state, "keep"),
-            "payload": (self.payload, "fp32"),
-            "fragments": (self.fragments, 1),
-            "pull_back": (self.pull_back, 0.0),
-            "outer_momentum": (self.outer_momentum, 0.0),
-        }
-        stated = "".join(f", {name}={value!r}" for name, (value, usual) in options.items() if value != usual)
+        stated = "".join(f", {name}={value!r}" for name, value in self.stated_options().items())
         return f"{type(self).__name__}(period={self.period}{stated})"
 
-    @staticmethod
-    def refuse_with(name: str, value: float, clashes: bool, fix: str) -> None:
-        """Two options that do not go together."""
-        if value and clashes:
-            raise ValueError(f"{name}={value:g} goes with {fix} only; change one of them")
+    def stated_options(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        return {name: getattr(self, name) for name, usual in self.options.items() if getattr(self, name) != usual}
+
+    # ---- what a driver calls
+
+    def replica_of(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Callable[[], list[Tensor]],
+        route: Route,
+        optimizers: Sequence[Optimizer],
+    ) -> Replica:
+        """One worker's model, averaged in the way that this algorithm asks for."""
+        rule = Rule(self.outer, self.own_share)
+        replica = Replica(parameters, buffers, route, rule=rule, codec=self.payload, num_parts=self.fragments)
+        if self.optimizer_state == "average":
+            replica.optimizer_tensors = lambda: state_tensors(optimizers)
+        return replica
 
     def bind(self, replica: Replica) -> Self:
         """A copy of this algorithm that works on ``replica``."""
@@ -107,19 +128,20 @@ class Algorithm:
 
     def start(self, equal: bool) -> None:
         """Training begins; ``equal`` tells whether all workers hold the same parameters."""
-        self.replica.begin(equal)
+        self.replica.begin(equal=equal)
 
-    def launch(self) -> None:
-        """A round has ended: take in what was started one round ago, start what must travel now."""
+    def launch(self, part: int = 0) -> None:
+        """A round has ended (part 0), or it is the turn of a later part inside a round: start what must travel now.
 
-    def launch_part(self, part: int) -> None:
-        """It is the turn of a part inside a round: take in what was started of it one round ago, start it anew."""
+        What was started of this part one round ago is taken in first. An algorithm without fragments may take no argument.
+        """
 
-    def land(self) -> None:
+    def land(self, part: int = 0) -> None:
         """Complete what must be complete before the next step."""
 
     def drain(self) -> None:
         """Merge or drop what is in flight, because the run stops here for a while."""
+        self.replica.settle()
 
     def reduce(self, bucket: Bucket) -> None:
         """One more bucket of this backward is ready; its tensors belong to the algorithm until :meth:`complete`."""
@@ -127,10 +149,13 @@ class Algorithm:
     def complete(self, buckets: list[Bucket]) -> None:
         """All buckets of this backward are ready: on return each holds what the optimizer is to use."""
 
-    def backward_begins(self, standing: bool, bare: bool) -> None:
-        """``standing``: gradients will be added to those of an earlier backward. ``bare``: no bucket will carry them."""
+    def backward_begins(self, accumulating: bool, without_ddp: bool) -> None:
+        """``accumulating``: gradients will be added to those of an earlier backward.
 
-    def backward_ends(self, bare: bool) -> None:
+        ``without_ddp``: no bucket will carry them.
+        """
+
+    def backward_ends(self, without_ddp: bool) -> None:
         """Gradients have been accumulated; a driver without buckets has nothing else to say."""
 
     def after_buckets(self) -> None:
@@ -141,9 +166,20 @@ class Algorithm:
         self.replica.poll()
 
     def state(self) -> Any:
-        """What is in flight, waited for but not merged; None if nothing is."""
-        return self.replica.in_flight_state()
+        """What a resumed run needs beside the replica's own state."""
+        return None
 
     def load_state(self, state: Any) -> None:
-        """Replace what is in flight."""
-        self.replica.load_in_flight_state(state)
+        """Go on from :meth:`state`; None: nothing was in flight."""
+
+
+def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Optimizer state of a parameter's shape: momentum, second moments; not step counters."""
+    return [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+    ]

@@ -12,16 +12,18 @@ class LocalSGD(Algorithm):
 
         x_i <- sum_j w_j x_j
 
-    With ``optimizer_state="average"`` momentum and other optimizer state of a parameter's shape is averaged with it. With
-    ``outer_momentum=beta`` workers take x_i <- z, which follows the means with that momentum (:mod:`cocod_accel.averaging.rules`).
+    With ``optimizer_state="average"``, momentum and other optimizer state of a parameter's shape is averaged too. With
+    ``outer=Outer(...)`` workers take x_i <- z, which follows the means (:mod:`cocod_accel.averaging.rules`);
+    ``Outer(0.7, 0.9, nesterov=True)`` is DiLoCo. With ``fragments=P``, part p is averaged floor(p k / P) steps into every
+    round; buffers and optimizer state travel with part 0.
     """
 
     name: ClassVar[str] = "local"
     sends_buffers: ClassVar[bool] = True
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset", "average")
 
-    def launch(self) -> None:
-        self.replica.launch(with_buffers=True)
+    def launch(self, part: int = 0) -> None:
+        self.replica.launch(part, with_buffers=True)
 
-    def land(self) -> None:
-        self.replica.adopt()
+    def land(self, part: int = 0) -> None:
+        self.replica.adopt(part)

@@ -34,7 +34,7 @@ class PipeSGD(Algorithm):
     _spare: FlatCopy | None
     _handle: Handle | None
     _is_delivered: bool  # since the last attempt
-    _is_kept: bool  # by a bare module, since the last attempt
+    _is_kept: bool  # by a module without DDP, since the last attempt
 
     def __init__(self) -> None:
         super().__init__(period=1)
@@ -58,28 +58,28 @@ class PipeSGD(Algorithm):
         gradients = self._keep(dict(pairs))
         assert self._spare is not None
         for buffer in self._spare.buffers:
-            self.replica.weights.scale_gradient_(buffer)
-        handle = self.replica.comm.launch(self._spare.buffers)
+            self.replica.route.weights.scale_gradient_(buffer)
+        handle = self.replica.route.comm.launch(self._spare.buffers)
         self._take_in()
         self._deliver(gradients)
         self._previous, self._spare, self._handle = self._spare, self._previous, handle
 
-    def backward_begins(self, standing: bool, bare: bool) -> None:
-        if standing and self._is_delivered and not bare:
+    def backward_begins(self, accumulating: bool, without_ddp: bool) -> None:
+        if accumulating and self._is_delivered and not without_ddp:
             raise RuntimeError(
                 "PipeSGD has put the previous step's gradient into .grad, so no backward can add to it; "
                 "when accumulating, run all but the last backward under model.no_sync()"
             )
-        if standing and self._is_delivered and self._spare is not None:
+        if accumulating and self._is_delivered and self._spare is not None:
             with torch.no_grad():  # this step's own gradients again, so that the backward adds to them
                 for parameter, view in self._spare.views.items():
                     if parameter.grad is not None:
                         parameter.grad.copy_(view)
 
     @torch.no_grad()
-    def backward_ends(self, bare: bool) -> None:
+    def backward_ends(self, without_ddp: bool) -> None:
         """Without DDP there is one worker: keep the gradients for the next step, show those of the step before."""
-        if bare:
+        if without_ddp:
             self._deliver(self._keep({p: p.grad for p in self.replica.parameters if p.grad is not None}))
             self._is_kept = True
 
@@ -93,7 +93,7 @@ class PipeSGD(Algorithm):
                 elif bool(delivered.any()):
                     parameter.grad = delivered.to(parameter.dtype, copy=True)
 
-    def launch(self) -> None:
+    def launch(self, part: int = 0) -> None:
         if self._is_kept:
             self._previous, self._spare = self._spare, self._previous
         self._is_delivered = self._is_kept = False
@@ -146,9 +146,9 @@ class PipeSGD(Algorithm):
         """Wait, and count what was sent; not when a state is saved, which must not change a count."""
         self._wait()
         if self._previous is not None:
-            self.replica.traffic.num_bytes += self.replica.comm.sent_bytes(self._previous.buffers)
+            self.replica.route.traffic.num_bytes += self.replica.route.comm.sent_bytes(self._previous.buffers)
 
     def _wait(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
-            self.replica.traffic.wait_for([handle])
+            self.replica.route.traffic.wait_for([handle])

@@ -58,7 +58,7 @@ class Period:
 
 
 def check_fragments(fragments: object, period: Period) -> int:
-    """How many parts a payload is sent in: at most one a step, in the shortest round too."""
+    """How many parts a model is sent in: at most one a step, in the shortest round too."""
     if not _is_int(fragments):
         raise TypeError(f"fragments={fragments!r} is not an int; use fragments=1 to send a model at once")
     assert isinstance(fragments, int)
@@ -69,7 +69,7 @@ def check_fragments(fragments: object, period: Period) -> int:
 
 
 def fragment_offsets(period: int, fragments: int) -> list[int]:
-    """After how many steps of a round each part of a payload has its turn: part p after floor(p * period / fragments)."""
+    """After how many steps of a round each part of a model has its turn: part p after floor(p * period / fragments)."""
     return [part * period // fragments for part in range(fragments)]
 
 
@@ -96,7 +96,7 @@ class RoundClock:
         return True
 
     def parts_due(self, fragments: int) -> list[int]:
-        """The parts of a payload whose turn is after the step that was last counted."""
+        """The parts of a model whose turn is after the step that was last counted; never more than one."""
         offsets = fragment_offsets(self.period.at(self.start), fragments)
         return [part for part, offset in enumerate(offsets) if offset == self.attempts - self.start]
 

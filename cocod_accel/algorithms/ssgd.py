@@ -42,13 +42,13 @@ class SSGD(Algorithm):
 
     def reduce(self, bucket: Bucket) -> None:
         self.poll()
-        self.replica.weights.scale_gradient_(bucket.flat)
-        self._handles.append(self.replica.comm.launch([bucket.flat]))
+        self.replica.route.weights.scale_gradient_(bucket.flat)
+        self._handles.append(self.replica.route.comm.launch([bucket.flat]))
 
     def complete(self, buckets: list[Bucket]) -> None:
         handles, self._handles = self._handles, []
-        self.replica.traffic.wait_for(handles)
-        self.replica.traffic.num_bytes += sum(handle.num_bytes for handle in handles)
+        self.replica.route.traffic.wait_for(handles)
+        self.replica.route.traffic.num_bytes += sum(handle.num_bytes for handle in handles)
 
     def poll(self) -> None:
         for handle in self._handles:

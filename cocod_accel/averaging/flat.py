@@ -68,26 +68,35 @@ def balanced_cuts(sizes: Sequence[int], num_parts: int) -> list[slice]:
 class FlatCopy:
     """One flat copy of a list of tensors: a contiguous buffer per device and payload dtype.
 
-    ``extras`` (a model's floating buffers) travel in the same buffers, in segments of their own.
+    ``extras`` (a model's floating buffers) travel in the same buffers, in segments of their own. The first buffer has room
+    for ``header_size`` elements more, which belong to no tensor.
     """
 
-    def __init__(self, sources: Sequence[Tensor], extras: Sequence[Tensor] = ()) -> None:
+    def __init__(self, sources: Sequence[Tensor], extras: Sequence[Tensor] = (), *, header_size: int = 0) -> None:
         self.sources = [*sources, *extras]
+        #: The end of the first buffer.
+        self.header: Tensor | None = None
         blocks: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for is_extra, tensors in enumerate((sources, extras)):
             for tensor in tensors:
                 key = tensor.device, payload_dtype(as_real(tensor).dtype)
                 blocks.setdefault(key, ([], []))[is_extra].append(tensor)
         self.buffers: list[Tensor] = []
+        #: The buffers without the header.
+        self.payloads: list[Tensor] = []
         #: The stretches of the buffers that stand for ``sources``, and for ``extras``; those that are not empty.
         self.cores: list[Tensor] = []
         self.tails: list[Tensor] = []
         self.segments: list[Segment] = []
         for (device, dtype), parts in blocks.items():
             sizes = [sum(as_real(tensor).numel() for tensor in part) for part in parts]
-            buffer = torch.empty(sum(sizes), device=device, dtype=dtype)
+            room = header_size if self.header is None else 0
+            buffer = torch.empty(sum(sizes) + room, device=device, dtype=dtype)
             self.buffers.append(buffer)
-            for is_extra, piece in enumerate(torch.split(buffer, sizes)):
+            if room:
+                self.header = buffer[sum(sizes) :]
+            self.payloads.append(buffer[: sum(sizes)])
+            for is_extra, piece in enumerate(torch.split(self.payloads[-1], sizes)):
                 if piece.numel():
                     (self.tails if is_extra else self.cores).append(piece)
                 self.segments.extend(_cut(piece, parts[is_extra], bool(is_extra)))
@@ -104,7 +113,7 @@ class FlatCopy:
 
     @cached_property
     def views(self) -> dict[Tensor, Tensor]:
-        """The stretch of buffer that stands for each tensor (tensors hash by identity)."""
+        """The stretch of a buffer that stands for each tensor (tensors hash by identity)."""
         return {
             source: view for segment in self.segments for source, view in zip(segment.sources, segment.views, strict=True)
         }

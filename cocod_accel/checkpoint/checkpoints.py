@@ -37,6 +37,7 @@ from cocod_accel.checkpoint.rng import random_state, set_random_state
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.sync.ddp import unwrap
 from cocod_accel.sync.deepspeed import engine_state, load_engine_state
+from cocod_accel.sync.states import without_averages
 from cocod_accel.sync.sync import Sync
 
 logger = logging.getLogger(__name__)
@@ -295,9 +296,7 @@ class Checkpoints:
         self._load_model(tree)
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        fresh = {"in_flight": None, "payload": None, "anchor": None, "nodes": self._sync.nodes}
-        fresh["round_start"] = tree["sync"]["attempts"]
-        self._sync.load_state_dict({**tree["sync"], **fresh})
+        self._sync.load_state_dict(without_averages(tree["sync"], self._sync.nodes))
         return Resumed(path, tree["position"], False, len(weights))
 
     def _load_hook(self, models: list[nn.Module], folder: str) -> None:

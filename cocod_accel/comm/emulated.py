@@ -41,6 +41,7 @@ class EmulatedLink:
         self.inner = comm
         self._link = link
         self.rank, self.size = comm.rank, comm.size
+        self.shard_index, self.num_shards = comm.shard_index, comm.num_shards
         self._last: _StretchedHandle | None = None
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:

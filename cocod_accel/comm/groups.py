@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes
+from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total
 
 
 class TorchComm:
@@ -29,6 +29,7 @@ class TorchComm:
         self._last: _GatheredHandle | None = None
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.shard_index, self.num_shards = 0, 1
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
@@ -41,7 +42,7 @@ class TorchComm:
         assert self._gathers is not None, "opened without exchanges"
         works = [dist.all_to_all_single(part.incoming, part.rows, group=self.group, async_op=True) for part in parts]
         # N - 1 of N rows in either stage, as in a ring.
-        scattered = Handle(works, self.sent_bytes([part.rows for part in parts]))
+        scattered = Handle(works, ring_total(sum(part.num_bytes for part in parts), self.size))
         in_passing = _may_gather_in_passing([part.rows for part in parts])
         self._last = _GatheredHandle(scattered, lambda: self._gather(parts, scattered), self._last, in_passing)
         return self._last
@@ -68,7 +69,7 @@ class TwoLevelComm:
         self.outer = outer
         self.rank, self.size = outer.rank, outer.size
         self._node = node
-        self._place, self._num_mates = dist.get_rank(node), dist.get_world_size(node)
+        self.shard_index, self.num_shards = dist.get_rank(node), dist.get_world_size(node)
         self._last: _GatheredHandle | None = None
 
     def with_outer(self, outer: Communicator) -> TwoLevelComm:
@@ -84,26 +85,36 @@ class TwoLevelComm:
         return self._last
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Between nodes. Inside its node the worker sends the rest of every tensor's share to its mates."""
+        """Between nodes. Inside the node, shares are gathered; that is not counted."""
         return self.outer.sent_bytes([part for tensor in tensors for part in self._parts(tensor)])
 
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
-        raise AssertionError("refused at attach")
+        """This worker's shard, with its peers; then the node gathers the results of all shards."""
+        inner = self.outer.exchange(parts)
+        in_passing = _may_gather_in_passing([part.rows for part in parts])
+        self._last = _GatheredHandle(inner, lambda: self._gather_results(parts), self._last, in_passing)
+        return self._last
+
+    def _gather_results(self, parts: Sequence[Exchange]) -> list[Any]:
+        return [
+            dist.all_gather_into_tensor(part.results.view(-1), part.rows.view(-1), group=self._node, async_op=True)
+            for part in parts
+        ]
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
         """What this worker sums: its share, and the few elements that cannot be shared out, which all of them sum."""
-        share = tensor.numel() // self._num_mates
-        left = tensor[share * self._num_mates :]
-        parts = [tensor[share * self._place : share * (self._place + 1)], left]
+        share = tensor.numel() // self.num_shards
+        left = tensor[share * self.num_shards :]
+        parts = [tensor[share * self.shard_index : share * (self.shard_index + 1)], left]
         return [part for part in parts if part.numel()]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Any]:
         works = []
         for tensor in tensors:
-            share = tensor.numel() // self._num_mates
+            share = tensor.numel() // self.num_shards
             if share:
-                mine = tensor[share * self._place : share * (self._place + 1)]
-                whole = tensor[: share * self._num_mates]
+                mine = tensor[share * self.shard_index : share * (self.shard_index + 1)]
+                whole = tensor[: share * self.num_shards]
                 works.append(dist.all_gather_into_tensor(whole, mine, group=self._node, async_op=True))
         return works
 
@@ -173,13 +184,16 @@ class Channels:
     everyone: Communicator
 
     @classmethod
-    def open(cls, group: Any, mates: Sequence[int], peers: Sequence[int], *, exchanges: bool = False) -> Channels:
+    def open(cls, group: Any, node_ranks: Sequence[int], peers: Sequence[int], *, exchanges: bool = False) -> Channels:
         """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this."""
-        everyone = TorchComm(private_group(group), private_group(group) if exchanges else None)
-        if len(mates) == 1:
+        is_flat = len(node_ranks) == 1
+        everyone = TorchComm(private_group(group), private_group(group) if exchanges and is_flat else None)
+        if is_flat:
             return cls(everyone, None, everyone)
-        inside, gathers = (private_group(group, mates) for _ in range(2))
-        outer: Communicator = TorchComm(private_group(group, peers)) if len(peers) > 1 else SoloComm()
+        inside, gathers = (private_group(group, node_ranks) for _ in range(2))
+        outer: Communicator = SoloComm()
+        if len(peers) > 1:
+            outer = TorchComm(private_group(group, peers), private_group(group, peers) if exchanges else None)
         return cls(TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
 
     @classmethod

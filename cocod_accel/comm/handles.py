@@ -13,8 +13,12 @@ from torch import Tensor
 
 def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
     """What one worker sends when these tensors are all-reduced in a ring: 2 (N - 1) / N of the payload."""
-    payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return round(2 * (num_workers - 1) * payload / num_workers)
+    return ring_total(sum(tensor.numel() * tensor.element_size() for tensor in tensors), num_workers)
+
+
+def ring_total(num_bytes: int, num_workers: int) -> int:
+    """The same for a payload of so many bytes."""
+    return round(2 * (num_workers - 1) * num_bytes / num_workers)
 
 
 class Handle:
@@ -78,6 +82,8 @@ class Exchange:
     rows: Tensor  # row j goes to worker j; in the end it is what worker j has made
     incoming: Tensor  # row j comes from worker j
     combine: Callable[[], None]  # all of incoming -> this worker's of rows; runs on the main thread
+    results: Tensor  # the rows of all shards, one shard after the other; ``rows`` itself, where there is one
+    num_bytes: int  # of ``rows``, without their headers
 
 
 class Communicator(Protocol):
@@ -85,6 +91,9 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    #: Workers that hold the same model share it out: this one exchanges the shard of this number.
+    shard_index: int
+    num_shards: int
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         """Start summing ``tensors`` in place over all workers, in the background."""
@@ -104,6 +113,8 @@ class SoloComm:
 
     rank = 0
     size = 1
+    shard_index = 0
+    num_shards = 1
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         return Handle((), 0)

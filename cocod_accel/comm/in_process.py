@@ -1,7 +1,7 @@
 """Communication between N workers that live in one process: a sum is formed when the last of them has joined it.
 
-A member of the family of :mod:`cocod_accel.comm.groups`. As on a process group, the n-th thing that one worker starts belongs to
-the n-th thing that every other starts. Nobody can wait here for a worker that has not joined, because nobody else is
+A communicator like those of :mod:`cocod_accel.comm.groups`. As on a process group, the n-th thing that one worker starts
+belongs to the n-th thing that every other starts. Nobody can wait here for a worker that has not joined, because nobody else is
 running: a driver must let all workers launch before it lets any of them land.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cocod_accel.comm.handles import Exchange, Handle, ring_bytes
+from cocod_accel.comm.handles import Exchange, Handle, ring_bytes, ring_total
 
 _Part = Tensor | Exchange
 
@@ -84,6 +84,7 @@ class InProcessComm:
     def __init__(self, group: InProcessGroup, rank: int) -> None:
         self._group = group
         self.rank, self.size = rank, group.size
+        self.shard_index, self.num_shards = 0, 1
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         return Handle([self._group.join(self.rank, list(tensors))], self.sent_bytes(tensors))
@@ -93,7 +94,9 @@ class InProcessComm:
         return ring_bytes(tensors, self.size)
 
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
-        return Handle([self._group.join(self.rank, list(parts))], self.sent_bytes([part.rows for part in parts]))
+        return Handle(
+            [self._group.join(self.rank, list(parts))], ring_total(sum(part.num_bytes for part in parts), self.size)
+        )
 
 
 def _kind(parts: Sequence[_Part]) -> str:

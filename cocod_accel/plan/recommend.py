@@ -1,7 +1,7 @@
 """What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
 
-The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all five. Theory
-warns where a period that hides an average is longer than its bound, and shortens none; it only limits how much longer a
+The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all
+five. Theory warns where a period that hides an average is longer than its bound, and shortens none; it only limits how much longer a
 period is made for steps that transfers slow down.
 """
 

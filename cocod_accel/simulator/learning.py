@@ -150,10 +150,10 @@ class Learning:
         first = self._learners[0]
         return Outcome(
             steps=first.step,
-            rounds=self._lockstep.workers[0].clock.rounds,
+            rounds=self._lockstep.workers[0].driver.clock.rounds,
             best_accuracy=max(self._accuracies),
             final_accuracy=self._accuracies[-1],
-            comm_bytes=max(worker.replica.traffic.num_bytes for worker in self._lockstep.workers),
+            comm_bytes=max(worker.driver.replica.route.traffic.num_bytes for worker in self._lockstep.workers),
             samples=first.samples,
             model_digest=digests.pop(),
         )
@@ -195,9 +195,9 @@ class Learning:
             values = {
                 "loss": learner.loss.item(),
                 "learning_rate": learner.optimizer.param_groups[0]["lr"],
-                "rounds": worker.clock.rounds,
-                "comm_bytes": worker.replica.traffic.num_bytes,
-                "drift": worker.replica.drift,
+                "rounds": worker.driver.clock.rounds,
+                "comm_bytes": worker.driver.replica.route.traffic.num_bytes,
+                "drift": worker.driver.replica.drift,
             }
             self._tell("train", {"epoch": self._epoch + 1, **values})
         if self._on_step is not None:

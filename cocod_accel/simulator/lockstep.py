@@ -1,11 +1,13 @@
-"""N workers in one process, driven through the contract of :mod:`cocod_accel.algorithms.base`.
+"""N workers in one process, each with the driver that a real worker has (:mod:`cocod_accel.sync.driver`).
 
-The same algorithm code as on N processes, and the same order of what happens to each model::
+The same code as on N processes, and the same order of what happens to each model::
 
     every worker:                       forward, backward
     every worker, if gradients travel:  reduce; then every worker: complete
     every worker:                       optimizer step
-    at a round end, every worker:       launch; then every worker: land
+    at a turn, every worker:            launch; then every worker: land
+
+A turn is a round's end, or a step inside a round after which a part of the model has its turn.
 
 Between two meetings workers do not touch each other, so one computes all its steps of a round before the next one begins:
 there is never more than one model's activations, and, where gradients stay local, one model's gradients.
@@ -21,16 +23,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cocod_accel.algorithms import Algorithm, Bucket
-from cocod_accel.algorithms.rounds import RoundClock
+from cocod_accel.algorithms.base import Algorithm, Bucket, state_tensors
 from cocod_accel.averaging.flat import view_like
-from cocod_accel.averaging.replica import UNLIKE_STATES, Replica
+from cocod_accel.averaging.replica import UNLIKE_STATES
+from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.weights import Weights
 from cocod_accel.comm.handles import SoloComm
 from cocod_accel.comm.in_process import InProcessGroup
 from cocod_accel.sync.ddp import unsupported_modules
+from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.preflight import Report, Subject, check_agreement
-from cocod_accel.sync.sync import bound, state_tensors
 
 
 class NoGradientError(ValueError):
@@ -52,24 +54,17 @@ class Loop(Protocol):
 
 @dataclass
 class Worker:
-    """One of the workers: its model and optimizer, and what an algorithm knows of them."""
+    """One of the workers: its model and optimizer, and the driver of its algorithm."""
 
     subject: Subject
     optimizer: Optimizer
-    replica: Replica
-    method: Algorithm
-    clock: RoundClock
+    driver: Driver
     #: Its gradients on their way.
     buckets: list[Bucket] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        return self.clock.attempts
-
-    def reset_optimizer(self) -> None:
-        """The model has been merged: begin anew, if that is the policy."""
-        if self.method.optimizer_state == "reset":
-            self.optimizer.state.clear()
+        return self.driver.clock.attempts
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -78,7 +73,7 @@ class Worker:
         for parameter in self.subject.trainable:
             if parameter.grad is not None:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-            elif self.replica.comm.size > 1:
+            elif not self.driver.replica.route.is_alone:
                 names = [name for name, other in self.subject.module.named_parameters() if other is parameter]
                 raise NoGradientError(f"parameter {names[0]} has no gradient, which DDP refuses, too; freeze it, or use it")
         self.buckets = []
@@ -99,11 +94,11 @@ class Worker:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.grad = gradient
 
-    def step(self) -> bool:
-        """A step of the optimizer; whether it ended a round. Gradients are gone at once: other workers' take their place."""
+    def step(self) -> int | None:
+        """A step of the optimizer; the part whose turn it is then. Gradients are gone at once: others' take their place."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return self.clock.tick()
+        return self.driver.attempt()
 
 
 class Lockstep:
@@ -129,13 +124,12 @@ class Lockstep:
         for rank, subject in enumerate(subjects):
             # Whoever drives all workers needs to ask none of them, so there is nobody to ask.
             share = Weights(tuple(report.weight for report in reports), rank)
-            replica = Replica(subject.trainable, subject.buffers, group.member(rank), share, everyone=SoloComm())
-            method = bound(algorithms[rank], replica, subject.optimizers)
-            clock = RoundClock(algorithms[rank].period)
-            self.workers.append(Worker(subject, subject.optimizers[0], replica, method, clock))
+            route = Route(group.member(rank), share, SoloComm())
+            driver = Driver(algorithms[rank], subject.trainable, subject.buffers, subject.optimizers, route)
+            self.workers.append(Worker(subject, subject.optimizers[0], driver))
         self._reduces = algorithms[0].reduces_gradients
         for worker in self.workers:
-            worker.method.start(equal=True)
+            worker.driver.start(equal=True)
 
     # ---- training
 
@@ -144,16 +138,19 @@ class Lockstep:
         going = [rank for rank, worker in enumerate(self.workers) if worker.steps < limits[rank]]
         if self._reduces:
             self._step_together(loop, going)
-            ended = going
+            turns: dict[int, int | None] = dict.fromkeys(going, 0)  # rounds of these algorithms are of one step
         else:
-            ended = [rank for rank in going if self._step_alone(self.workers[rank], rank, loop, limits[rank])]
-        if ended and len(ended) < len(self.workers):
-            late = [rank for rank in range(len(self.workers)) if rank not in ended]
-            raise ValueError(f"workers {ended} end a round before step limits {list(limits)}, workers {late} do not")
-        if ended:
-            self._end_round(loop)
-            for rank in ended:
-                loop.stepped(rank)
+            turns = {rank: self._step_alone(self.workers[rank], rank, loop, limits[rank]) for rank in going}
+        parts = {part for part in turns.values() if part is not None}
+        if not parts:
+            return
+        due = [rank for rank, part in turns.items() if part is not None]
+        if len(parts) > 1 or len(due) < len(self.workers):
+            late = [rank for rank in range(len(self.workers)) if rank not in due]
+            raise ValueError(f"workers {due} end a round before step limits {list(limits)}, workers {late} do not")
+        self._turn(loop, parts.pop())
+        for rank in due:
+            loop.stepped(rank)
 
     def _step_together(self, loop: Loop, going: Sequence[int]) -> None:
         for rank in going:
@@ -161,59 +158,54 @@ class Lockstep:
             worker = self.workers[rank]
             worker.take_gradients()
             for bucket in worker.buckets:
-                worker.method.reduce(bucket)
+                worker.driver.method.reduce(bucket)
         for worker in (self.workers[rank] for rank in going):
-            worker.method.complete(worker.buckets)
+            worker.driver.method.complete(worker.buckets)
             worker.give_gradients()
-            worker.step()  # always ends a round: those of these algorithms are of one step
+            worker.step()
 
-    def _step_alone(self, worker: Worker, rank: int, loop: Loop, limit: int) -> bool:
-        """Up to the end of this worker's round; False if the limit comes first."""
+    def _step_alone(self, worker: Worker, rank: int, loop: Loop, limit: int) -> int | None:
+        """Up to this worker's next turn; None if the limit comes first."""
         while worker.steps < limit:
             loop.compute(rank)
-            if worker.step():
-                return True
-            if worker.method.fragments > 1:
-                for part in worker.clock.parts_due(worker.method.fragments):
-                    loop.guard(rank)
-                    worker.method.launch_part(part)
+            part = worker.step()
+            if part is not None:
+                return part
             loop.stepped(rank)
-        return False
+        return None
 
-    def _end_round(self, loop: Loop) -> None:
+    def _turn(self, loop: Loop, part: int) -> None:
+        """All workers launch before any of them lands."""
         for rank in range(len(self.workers)):
             loop.guard(rank)
         self._check_optimizers()
         for worker in self.workers:
-            worker.method.launch()
+            worker.driver.launch(part)
         for worker in self.workers:
-            worker.method.land()
-            worker.reset_optimizer()
+            worker.driver.land(part)
 
     # ---- the mean of all models
 
     def averaged(self, look: Callable[[int], None]) -> None:
         """Call ``look`` for every worker while its model is the mean of all; afterwards each has its own back."""
-        means = [worker.replica.launch_mean() for worker in self.workers]
+        means = [worker.driver.replica.launch_mean() for worker in self.workers]
         for rank, (worker, mean) in enumerate(zip(self.workers, means, strict=True)):
-            with worker.subject.bound_buffers(), worker.replica.holding(mean):
+            with worker.subject.bound_buffers(), worker.driver.replica.with_mean(mean):
                 look(rank)
 
     def finish(self) -> None:
         """Merge what is in flight, then give every worker the exact mean."""
         for worker in self.workers:
-            worker.method.drain()
+            worker.driver.drain()
         self._check_optimizers()
         for worker in self.workers:
-            worker.replica.launch_exact()
+            worker.driver.launch_exact()
         for worker in self.workers:
-            worker.replica.adopt_exact()
-            worker.reset_optimizer()
-            worker.clock.restart()
+            worker.driver.adopt_exact()
 
     def _check_optimizers(self) -> None:
         """Refuse to average what is not alike, which workers of a real run ask each other."""
-        if self.workers[0].replica.optimizer_tensors is not None:
+        if self.workers[0].driver.replica.optimizer_tensors is not None:
             states = [state_tensors([worker.optimizer]) for worker in self.workers]
             if len({str([tuple(tensor.shape) for tensor in tensors]) for tensors in states}) > 1:
                 raise RuntimeError(UNLIKE_STATES)

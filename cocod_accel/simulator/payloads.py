@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.averaging.codecs import CODECS, Layout, Wire
+from cocod_accel.averaging.codecs import coded_bytes
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
 from cocod_accel.comm.handles import ring_bytes
 from cocod_accel.config.settings import Config
@@ -75,9 +75,8 @@ def _collectives(
     flat = FlatCopy(parameters, extras)
     if algorithm.payload == "fp32":
         return [flat.buffers]
-    codec = CODECS[algorithm.payload]
-    layouts = [Layout(core.numel(), num_workers) for core in flat.cores]
-    return [flat.tails, [Wire(codec, layout, num_workers, torch.device("meta")).bytes for layout in layouts]]
+    sizes = [coded_bytes(algorithm.payload, core.numel(), num_workers) for core in flat.cores]
+    return [flat.tails, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]]
 
 
 def _tensors(config: Config, cluster: Cluster, facts: TaskFacts) -> tuple[list[Tensor], list[Tensor]]:

@@ -64,7 +64,7 @@ def attach(
         assert router is not None
         if not all(report.has_channels for report in reports):  # the same answer on every worker
             exchanges = algorithm.payload != "fp32"
-            router.channels = Channels.open(group, nodes.mates, nodes.peers, exchanges=exchanges)
+            router.channels = Channels.open(group, nodes.node_ranks, nodes.peers, exchanges=exchanges)
             router.channels_of = subject.node, exchanges
         assert router.channels is not None
         channels = router.channels

@@ -93,7 +93,7 @@ class EngineRouter:
     @torch.no_grad()
     def before_step(self, method: Algorithm, parameters: list[nn.Parameter]) -> None:
         """What the optimizer is to see: reduced gradients, then clipped ones."""
-        if method.reduces_gradients and method.replica.comm.size > 1:
+        if method.reduces_gradients and method.replica.route.comm.size > 1:
             reduce_gradients(method, parameters)
         if self.clipping > 0:
             torch.nn.utils.clip_grad_norm_(parameters, self.clipping)

@@ -43,24 +43,24 @@ class Nodes:
         return next(i for i, node in enumerate(self.members) if self.rank in node)
 
     @property
-    def mates(self) -> tuple[int, ...]:
+    def node_ranks(self) -> tuple[int, ...]:
         """The workers of this node."""
         return self.members[self.index]
 
     @property
     def peers(self) -> tuple[int, ...]:
         """The worker in this worker's place, of every node."""
-        place = self.mates.index(self.rank)
+        place = self.node_ranks.index(self.rank)
         return tuple(node[place] for node in self.members)
 
     @property
     def is_flat(self) -> bool:
         """Whether every worker is alone on its node."""
-        return len(self.mates) == 1
+        return len(self.node_ranks) == 1
 
     def inside(self, weights: Sequence[float]) -> Weights:
         """What gradients are weighted with: normalised inside this node."""
-        return Weights(tuple(weights[i] for i in self.mates), self.mates.index(self.rank))
+        return Weights(tuple(weights[i] for i in self.node_ranks), self.node_ranks.index(self.rank))
 
     def between(self, weights: Sequence[float]) -> Weights:
         """What models are weighted with: a node counts as much as its workers together."""

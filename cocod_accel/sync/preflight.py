@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -163,11 +163,8 @@ class Report:
     node: tuple[int, ...] = ()
     #: Of an algorithm that takes one per worker.
     own_period: str = ""
-    optimizer_state: str = ""
-    payload: str = ""
-    fragments: int = 1
-    pull_back: float = 0.0
-    outer_momentum: float = 0.0
+    #: What :attr:`Algorithm.options` names, in words.
+    options: dict[str, str] = field(default_factory=dict)
     has_channels: bool = False
 
     @classmethod
@@ -183,11 +180,7 @@ class Report:
             frozen_digest=_digest(subject.frozen),
             node=subject.node,
             own_period=str(algorithm.period),
-            optimizer_state=algorithm.optimizer_state,
-            payload=algorithm.payload,
-            fragments=algorithm.fragments,
-            pull_back=algorithm.pull_back,
-            outer_momentum=algorithm.outer_momentum,
+            options={name: str(getattr(algorithm, name)) for name in algorithm.options},
             has_channels=subject.router is not None
             and subject.router.channels_of == (subject.node, algorithm.payload != "fp32"),
         )
@@ -215,13 +208,9 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
         for what, fix in (
             ("algorithm", "pass the same algorithm on every worker"),
             ("period", "pass the same period on every worker (AsynLocalSGD takes one per worker)"),
-            ("optimizer_state", "pass the same on every worker"),
-            ("payload", "pass the same on every worker"),
-            ("fragments", "pass the same on every worker"),
-            ("pull_back", "pass the same on every worker"),
-            ("outer_momentum", "pass the same on every worker"),
+            *((name, "pass the same on every worker") for name in algorithm.options),
         ):
-            ours, theirs = getattr(first, what), getattr(other, what)
+            ours, theirs = (r.options[what] if what in r.options else getattr(r, what) for r in (first, other))
             if ours != theirs:
                 raise ValueError(f"workers differ in {what}: rank 0 has {ours}, rank {rank} has {theirs}; {fix}")
         if first.signature != other.signature:
@@ -235,10 +224,10 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
                 "load the same weights on every worker"
             )
     nodes = Nodes.of([report.node for report in reports], rank=0)
-    for mates in nodes.members:
-        periods = {reports[rank].own_period for rank in mates}
+    for ranks in nodes.members:
+        periods = {reports[rank].own_period for rank in ranks}
         if len(periods) > 1:
-            raise ValueError(f"the workers of ranks {list(mates)} share a node but differ in period; pass the same one")
+            raise ValueError(f"the workers of ranks {list(ranks)} share a node but differ in period; pass the same one")
     check_weights(algorithm, nodes, [report.weight for report in reports])
 
 
@@ -265,8 +254,6 @@ def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | No
             f"{type(algorithm).__name__} reduces gradients over all workers, so there is nothing to do between nodes; "
             "leave inner out, or use CoCoDSGD"
         )
-    if algorithm.payload != "fp32":
-        raise ValueError(f'payload="{algorithm.payload}" is not sent between nodes; use payload="fp32", or leave inner out')
     ranks = tuple(dist.get_process_group_ranks(inner))
     if ddp is not None:
         wrapped = tuple(dist.get_process_group_ranks(ddp.process_group))

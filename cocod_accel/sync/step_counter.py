@@ -50,8 +50,8 @@ class Watcher(Protocol):
     def step_begins(self) -> None:
         """The first optimizer of an attempt is about to step."""
 
-    def backward_begins(self, standing: bool) -> None:
-        """``standing``: the gradients of an earlier backward are still there, so these will be added to them."""
+    def backward_begins(self, accumulating: bool) -> None:
+        """``accumulating``: the gradients of an earlier backward are still there, so these will be added to them."""
 
     def backward_ends(self) -> None:
         """Gradients have been accumulated."""
@@ -104,7 +104,7 @@ class AttemptCounter:
         self._watcher = watcher
         self._in_passing = in_passing  # called where the main thread comes by, twice a step
         self._num_optimizers = len(optimizers)
-        # Only what the optimizers hold: their zero_grad() leaves the gradients of other parameters standing.
+        # Only what the optimizers hold: their zero_grad() leaves the gradients of other parameters accumulating.
         self._parameters: list[Tensor] = [
             parameter
             for optimizer in optimizers
@@ -188,17 +188,17 @@ class AttemptCounter:
             return
         self._in_backward = True
         self._forward_is_open = False
-        standing = self._holder() is not None
-        self._before = [_identity(parameter) for parameter in self._parameters] if standing else None
+        accumulating = self._holder() is not None
+        self._before = [_identity(parameter) for parameter in self._parameters] if accumulating else None
         if self._backward_ran and not self._stepped and not self._in_closure:
-            standing = standing and not self._gradients_dropped()
-            if not standing:
+            accumulating = accumulating and not self._gradients_dropped()
+            if not accumulating:
                 # Dropped between forward and backward. Ending a round here would change parameters that this backward
                 # still reads, so the attempt is owed until the step.
                 self._owe()
         else:
-            standing = False
-        self._watcher.backward_begins(standing)
+            accumulating = False
+        self._watcher.backward_begins(accumulating)
         Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:

@@ -65,7 +65,7 @@ class AutoPeriod:
 
         ``compute_seconds``: this worker's median step; not a number if it has not taken any. Then nothing is decided.
         """
-        transfers = [self._sync.time_transfer() for _ in range(_NUM_TRANSFERS)]
+        transfers = [self._sync.control.time_transfer() for _ in range(_NUM_TRANSFERS)]
         rows = self._gather([compute_seconds, *transfers])
         if any(math.isnan(row[0]) for row in rows):
             return None
@@ -84,4 +84,4 @@ class AutoPeriod:
         self._tell()
 
     def _tell(self) -> None:
-        self._sync.set_period([(first, k) for first, k in self.schedule])
+        self._sync.control.set_period([(first, k) for first, k in self.schedule])

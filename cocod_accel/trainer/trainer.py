@@ -14,7 +14,7 @@
         with sync.averaged():                             # every few epochs: evaluate the mean model, sharded and exact
             evaluate                                      # the one gather: accuracy, loss, slowest worker's seconds
         metrics row; trackers; spans
-        choose the period of the next epoch               # if asked for: time a transfer, gather, sync.set_period
+        choose the period of the next epoch               # if asked for: time a transfer, gather, sync.control.set_period
         move batches to the speeds of this epoch          # if asked for: gather step times, sync.reweight, new shards
     sync.finish()                                         # every worker holds the same mean model
     summary
@@ -98,20 +98,20 @@ class Trainer:
         except (TypeError, ValueError) as error:  # on all workers
             raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
         if config.link is not None:
-            self.sync.emulate_link(config.link)
+            self.sync.control.emulate_link(config.link)
         self.pace = Pace(
             is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None or config.has_auto_period,
             is_busy=accelerator.device.type == "cpu" and has_core_each(),
         )
         self.auto = AutoPeriod(self.sync, self._gather, config.algorithm.fragments) if config.has_auto_period else None
-        self.sync.guard = self._check_losses
-        self.sync.listen()
+        self.sync.control.guard = self._check_losses
+        self.sync.control.listen()
         self.checkpoints = Checkpoints(place.path / "checkpoints", self.sync, accelerator, keep=config.checkpoint.keep)
         self.saved_at = time.monotonic()
         #: The last checkpoint; None if it could not be written.
         self.saved: Path | None = None
         if config.logging.spans:
-            self.sync.record_spans()
+            self.sync.control.record_spans()
         self.clock = TrainingClock()
         self.times = TimeToAccuracy(list(config.evaluation.targets))
         self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
@@ -194,7 +194,7 @@ class Trainer:
         self.clock.start()
         for index in range(self.at.index, steps):
             begin = time.perf_counter()
-            self.pace.begin(self.sync.exposed_seconds)
+            self.pace.begin(self.sync.control.exposed_seconds)
             self._now_at(f"step {self.at.step + 1}")
             inputs, labels = next(supply)
             self._set_learning_rate(epoch + index / steps)
@@ -208,7 +208,7 @@ class Trainer:
             self.accelerator.backward(loss)  # under DeepSpeed the optimizer steps in here
             self.optimizer.step()
             self.losses += loss.detach()
-            stretched = self.pace.end(self.sync.exposed_seconds)
+            stretched = self.pace.end(self.sync.control.exposed_seconds)
             if stretched is not None:
                 self._span("stretch", *stretched)
             self._span("compute", begin, time.perf_counter())
@@ -216,7 +216,7 @@ class Trainer:
             log = self.step % self.config.logging.every_steps == 0
             if log:
                 self._log_step(epoch, loss, bar)
-            agreed = self.sync.agreed(ask_now=log)
+            agreed = self.sync.control.agreed(ask_now=log)
             if agreed.stop or agreed.save or self._is_save_due():
                 self.save()
                 if agreed.stop:
@@ -288,7 +288,7 @@ class Trainer:
             self.pace.seconds = list(own["pace"])
             if self.at.moved_batches is not None:
                 self.work = replace(self.work, plan=with_batches(self.work.plan, self.at.moved_batches))
-                self.sync.restore_weights(self.work.plan.weights)
+                self.sync.control.restore_weights(self.work.plan.weights)
         else:
             self._go_on_otherwise()
         if self.is_main:
@@ -339,7 +339,7 @@ class Trainer:
         at.last_shared = self._shared_step()
         at.seed = f"{self.config.seed}/resumed at {at.step}"
         at.samples = round(at.all_samples / self.work.all_samples_per_own(min(at.epoch, len(self.work.steps) - 1)))
-        self.sync.start_at(at_start + at.index)
+        self.sync.control.start_at(at_start + at.index)
 
     def _is_same_plan(self, position: Any) -> bool:
         """Whether a saved worker had this worker's batches."""
@@ -390,8 +390,8 @@ class Trainer:
         minutes = (time.monotonic() - self.saved_at) / 60
         if self.is_main and options.every_minutes is not None and minutes >= options.every_minutes:
             self.saved_at = time.monotonic()
-            self.sync.request(save=True)
-        if options.every_steps is None or not (self.work.algorithm.same_period or self.sync.is_round_start):
+            self.sync.control.request(save=True)
+        if options.every_steps is None or not (self.work.algorithm.same_period or self.sync.control.is_round_start):
             return False
         # Counted on from epoch to epoch, and from one number of workers to another.
         now = self._shared_step()
@@ -536,7 +536,7 @@ class Trainer:
             self._spans.append({**row, **self._label})
 
     def _write_spans(self) -> None:
-        for name, start, end in self.sync.take_spans():
+        for name, start, end in self.sync.control.take_spans():
             self._span(name, start, end)
         rows, self._spans = self._spans, []
         self.folder.spans(self.rank, rows)

@@ -1,0 +1,114 @@
+"""What every average says of itself: its kind, its number, and the weights it sums.
+
+Workers meet in collectives by order alone. If one of them is ending a round where another one evaluates, and both sums have
+one size, they would pair up in silence. So a sum carries a few numbers more at its end, and a coded row a few bytes at its
+beginning; both are checked on arrival. Votes (to stop, to save) travel in the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+#: Elements that a summed buffer has room for at its end.
+SUM_SIZE = 7
+#: Bytes at the beginning of a coded row: kind, votes and number in one word, then the sender's weight.
+ROW_BYTES = 8
+
+# Small enough that a sum of squares over 4,000 workers is exact in float32.
+_NUMBERS = 64
+
+
+class Kind(IntEnum):
+    """What an average is for."""
+
+    ROUND = 1
+    FINISH = 2
+    EVALUATION = 3
+
+
+class TransferError(RuntimeError):
+    """Averages that do not belong together have met."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What this worker says of one average, and so what it expects of all others."""
+
+    kind: Kind
+    number: int
+    #: What each worker multiplies its tensors by.
+    factors: tuple[float, ...]
+    rank: int
+    #: This worker's votes, each 0 or 1.
+    votes: tuple[int, int] = (0, 0)
+
+    # ---- in a sum
+
+    def write(self, slot: Tensor) -> None:
+        kind, number = float(self.kind), float(self.number % _NUMBERS)
+        fields = [kind, kind * kind, number, number * number, self.factors[self.rank], *self.votes]
+        slot.copy_(torch.tensor(fields, dtype=slot.dtype))
+
+    def read(self, slot: Tensor) -> tuple[bool, bool]:
+        """The votes, after all workers' headers have been summed; raises unless all are alike."""
+        kinds, kind_squares, numbers, number_squares, weight, stop, save = slot.tolist()
+        size, kind, number = len(self.factors), int(self.kind), self.number % _NUMBERS
+        # A mean and a mean square that are this worker's own leave no room for anybody else's.
+        is_same_kind = kinds == size * kind and kind_squares == size * kind * kind
+        is_same_number = numbers == size * number and number_squares == size * number * number
+        if not (is_same_kind and is_same_number):
+            other = _described(int(kinds) - kind, int(numbers) - number) if size == 2 else "another worker is elsewhere"
+            raise TransferError(f"this worker is {self._here}, {other}; {_FIX}")
+        total = sum(self.factors)
+        if not abs(weight - total) <= 1e-3 * total:
+            raise TransferError(
+                f"the weights of an average add up to {weight:g}, this worker expects {total:g}; {_REWEIGHT}"
+            )
+        return stop > 0, save > 0
+
+    # ---- in coded rows
+
+    def write_rows(self, headers: Tensor) -> None:
+        """``headers``: int32, a row of two for each coded row."""
+        flags = self.votes[0] | self.votes[1] << 1
+        headers[:, 0] = self.kind << 24 | flags << 16 | self.number & 0xFFFF
+        headers[:, 1].view(torch.float32).fill_(self.factors[self.rank])
+
+    def read_rows(self, headers: Tensor) -> tuple[bool, bool]:
+        """The votes; row j was written by worker j."""
+        words = headers[:, 0].tolist()
+        weights = headers[:, 1].clone().view(torch.float32).tolist()
+        votes = 0
+        for rank, (word, weight, factor) in enumerate(zip(words, weights, self.factors, strict=True)):
+            kind, flags, number = word >> 24, word >> 16 & 0xFF, word & 0xFFFF
+            if (kind, number) != (int(self.kind), self.number & 0xFFFF):
+                raise TransferError(f"this worker is {self._here}, {_described(kind, number, f'worker {rank}')}; {_FIX}")
+            if not abs(weight - factor) <= 1e-3 * factor:
+                raise TransferError(
+                    f"worker {rank} sends the weight {weight:g}, this worker expects {factor:g}; {_REWEIGHT}"
+                )
+            votes |= flags
+        return bool(votes & 1), bool(votes & 2)
+
+    @property
+    def _here(self) -> str:
+        return _described(int(self.kind), self.number, "").strip()
+
+
+_REWEIGHT = "call reweight() on all workers"
+_FIX = "call averaged(), finish() and reweight() on all workers at the same step"
+
+
+def _described(kind: int, number: int, who: str = "the other one") -> str:
+    places = {Kind.ROUND: f"in average {number} of a round", Kind.FINISH: "in finish()", Kind.EVALUATION: "in averaged()"}
+    verb = "is " if who else ""
+    return f"{who} {verb}{places.get(Kind(kind)) if kind in list(Kind) else 'elsewhere'}"
+
+
+def any_vote(votes: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:
+    return any(stop for stop, _ in votes), any(save for _, save in votes)

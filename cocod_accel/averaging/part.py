@@ -1,0 +1,419 @@
+"""A part of a model, and the one average of it that may be in flight.
+
+A whole model is one part; with fragments there are several. A part has a codec (how it is written on the wire), a rule (what
+becomes of an arrived mean), and a route (who it travels to). Algorithms are written in its verbs: launch, merge, adopt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cocod_accel.averaging.codecs import Coder, launch_coded
+from cocod_accel.averaging.flat import FlatCopy, Segment
+from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
+from cocod_accel.averaging.route import Route
+from cocod_accel.averaging.rules import Point, Rule, keep_share_, mix_
+from cocod_accel.averaging.weights import mean_, negated_delta_
+from cocod_accel.comm.handles import Handle, ring_total
+
+
+class Ballot(Protocol):
+    """What workers ask of each other on the way: to stop, to save."""
+
+    def cast(self) -> tuple[int, int]:
+        """This worker's votes."""
+
+    def count(self, stop: bool, save: bool) -> None:
+        """Whether any worker has voted so."""
+
+
+class Drift:
+    """||x_t - mean_t||^2 and ||mean_t||^2 in pieces, kept on their devices: reading them would wait for the device."""
+
+    def __init__(self) -> None:
+        self.distances: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    @classmethod
+    def sum_of(cls, drifts: Sequence[Drift]) -> Drift:
+        total = cls()
+        for drift in drifts:
+            total.distances += drift.distances
+            total.norms += drift.norms
+        return total
+
+    @property
+    def ratio(self) -> float:
+        distance, norm = (math.fsum(float(piece) for piece in pieces) for pieces in (self.distances, self.norms))
+        return math.sqrt(distance / norm) if norm > 0 else 0.0
+
+    def state(self) -> list[list[float]]:
+        return [[float(piece) for piece in pieces] for pieces in (self.distances, self.norms)]
+
+    @classmethod
+    def of_state(cls, state: Sequence[Sequence[float]]) -> Drift:
+        drift = cls()
+        drift.distances, drift.norms = ([torch.tensor(p, dtype=torch.float64) for p in pieces] for pieces in state)
+        return drift
+
+
+@dataclass
+class _InFlight:
+    """An average under way: the snapshot x_t, and the buffers that become the sum of all workers'.
+
+    Once landed, ``handle`` is None, and ``total`` holds what :meth:`Part.merge` needs: x_t - z, or x_t if only a share of a
+    worker's own steps is kept.
+    """
+
+    snapshot: FlatCopy
+    total: FlatCopy
+    handle: Handle | None
+    header: Header | None = None
+    is_coded: bool = False
+    beside: list[Handle] = field(default_factory=list)  # of what does not travel with the model
+    ballot: Tensor | None = None  # the votes, if they do not
+    drift: Drift = field(default_factory=Drift)  # once landed
+
+
+class Part:
+    """Consecutive parameters of one worker's model, with the state of their averages.
+
+    With one worker nothing is ever in flight, so every verb leaves the parameters as they are, bit for bit.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        route: Route,
+        *,
+        rule: Rule | None = None,
+        codec: str = "fp32",
+        kind: Kind = Kind.ROUND,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.route = route
+        self.rule = Rule() if rule is None else rule
+        self.codec = codec
+        self.kind = kind
+        #: Averages that were started.
+        self.number = 0
+        #: Who votes travel for; None: nobody.
+        self.ballot: Ballot | None = None
+        #: Of the last mean that was taken in.
+        self.drift = Drift()
+        self._in_flight: _InFlight | None = None
+        self._pair: tuple[FlatCopy, FlatCopy] | None = None
+        self._unread: tuple[Header, Tensor] | None = None
+        is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
+        #: z, where it is more than the last mean.
+        self.point = Point(self.parameters, self.rule.outer) if is_needed else None
+        self._coders: list[Coder] = []
+        if self.point is not None and codec != "fp32":
+            self._coders = [Coder(codec, core, route.comm) for core in self.point.cores]
+        keeps_less = self.point is not None and self.rule.own_share < 1
+        #: What merges have left out of x and no average carries yet: (1 - a) f.
+        self._left_out = FlatCopy(self.parameters) if keeps_less else None
+        self._has_left_out = False
+
+    # ---- verbs
+
+    @torch.no_grad()
+    def begin(self, *, equal: bool) -> None:
+        """Training begins; ``equal``: all workers hold the same parameters, which are then the common point."""
+        if equal and self.point is not None:
+            self.point.set_to_parameters()
+
+    @torch.no_grad()
+    def launch(self, extras: Sequence[Tensor] = ()) -> None:
+        """Keep x_t and start the average of all workers' in the background; ``extras`` travel with it, in full."""
+        assert self._in_flight is None, "an average is already in flight"
+        if self.route.is_alone and (self.route.node is None or not extras):
+            return
+        snapshot, total = self._flat_pair(extras)
+        if total.header is None:
+            return
+        self._read_late()
+        self.number += 1
+        weights = self.route.weights
+        is_coded = bool(self._coders) and self.point is not None and self.point.is_set
+        self._fill(snapshot, total, is_coded)
+        flight = _InFlight(snapshot, total, None, is_coded=is_coded)
+        if self.route.node is not None:
+            self.route.node.average_([segment.flat for segment in total.segments if segment.is_extra])
+            self._ask_everyone(flight, total.header.device)
+        votes = self.ballot.cast() if self.ballot is not None and flight.ballot is None else (0, 0)
+        header = flight.header = Header(self.kind, self.number, weights.factors, weights.rank, votes)
+        if is_coded:
+            assert self.point is not None
+            if total.tails:
+                flight.beside.append(self.route.comm.launch(total.tails))
+            # What is coded stands in ``total``, if it is more than x_t; the mean takes its place.
+            values = total.cores if self._has_left_out else snapshot.cores
+            coding = self._coders, values, self.point.cores
+            flight.handle = launch_coded(*coding, self.route.comm, header, weights.total)
+        else:
+            header.write(total.header)
+            flight.handle = self.route.comm.launch(total.buffers)
+        self._has_left_out = False
+        self._in_flight = flight
+
+    @torch.no_grad()
+    def merge(self, *, own_share: float | None = None) -> None:
+        """x <- z + a (x - x_t), if an average is in flight; ``own_share``: another a than the rule's."""
+        if self._in_flight is None:
+            return
+        self.land()
+        flight, self._in_flight = self._in_flight, None
+        if self._left_out is not None:
+            self._merge_share(flight.total, self.rule.own_share if own_share is None else own_share)
+        elif self.rule.mix is not None:
+            self._mix(flight.total)
+        else:
+            for segment in flight.total.segments:
+                # Minus (x_t - z) rounds like plus (z - x_t).
+                torch._foreach_sub_(segment.tensors, segment.views)
+        self.drift = flight.drift
+        self._count_bytes(flight)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """x <- z, and extras <- their mean, if an average is in flight."""
+        if self._in_flight is None:
+            return
+        flight, self._in_flight = self._in_flight, None
+        assert flight.handle is not None, "a landed average keeps only what a merge needs"
+        self._arrive(flight)
+        self._count_bytes(flight)
+        drift, index = Drift(), 0
+        for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
+            mean = mean_(segment.flat, self._divisor(flight, segment))
+            if not segment.is_extra:
+                drift.norms.append(mean.dot(mean))
+                drift.distances.append(local.flat.sub_(mean).square_().sum())
+                if self.point is not None:
+                    mean.copy_(self.point.follow(index, mean))
+                index += 1
+            torch._foreach_copy_(segment.tensors, segment.views)
+        self._point_is_set()
+        self.drift = drift
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for the average in flight and keep what :meth:`merge` needs of it; the parameters are not touched."""
+        flight = self._in_flight
+        if flight is None or flight.handle is None:
+            return
+        self._arrive(flight)
+        flight.handle = None
+        for index, (segment, local) in enumerate(zip(flight.total.segments, flight.snapshot.segments, strict=True)):
+            divisor = self._divisor(flight, segment)
+            if self.point is None:
+                flight.drift.norms.append(segment.flat.dot(segment.flat) / divisor**2)
+                negated_delta_(segment.flat, local.flat, divisor)
+                flight.drift.distances.append(segment.flat.dot(segment.flat))
+                continue
+            mean = mean_(segment.flat, divisor)
+            flight.drift.norms.append(mean.dot(mean))
+            flight.drift.distances.append((local.flat - mean).square_().sum())
+            z = self.point.follow(index, mean)
+            if self._left_out is not None:
+                segment.flat.copy_(local.flat)
+            else:
+                torch.sub(local.flat, z, out=segment.flat)
+        self._point_is_set()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take in what is in flight with all of this worker's own steps, because the run stops here for a while."""
+        self.merge(own_share=1.0)
+        if self._has_left_out and self._left_out is not None:
+            for segment in self._left_out.segments:
+                torch._foreach_add_(segment.tensors, segment.views)
+            self._has_left_out = False
+        self._pair = None
+
+    @torch.no_grad()
+    def set_common(self, views: Mapping[Tensor, Tensor]) -> None:
+        """All workers hold these values now, by parameter: z is there, and nothing is owed."""
+        if self.point is not None:
+            self.point.set_to(views)
+        for coder in self._coders:
+            coder.clear()
+        self._has_left_out = False
+
+    def poll(self) -> None:
+        """Note in passing whether the average in flight has arrived."""
+        if self._in_flight is not None and self._in_flight.handle is not None:
+            self._in_flight.handle.poll()
+
+    @property
+    def mean_in_flight(self) -> FlatCopy | None:
+        """What becomes the mean, or None; for whoever needs it after :meth:`adopt`."""
+        return None if self._in_flight is None else self._in_flight.total
+
+    # ---- the state between two steps
+
+    def state(self) -> dict[str, Any]:
+        """Waits for what is in flight; starts no collective."""
+        self.land()
+        self._read_late()
+        flight = self._in_flight
+        left_out = self._left_out.clone_buffers() if self._left_out is not None and self._has_left_out else None
+        return {
+            "number": self.number,
+            "in_flight": None if flight is None else [core.clone() for core in flight.total.cores],
+            "is_coded": flight is not None and flight.is_coded,
+            "drift": [*self.drift.state(), *([] if flight is None else flight.drift.state())],
+            "point": None if self.point is None else self.point.state(),
+            "residuals": [coder.residual.clone() for coder in self._coders],
+            "owned_residuals": [coder.owned_residual.clone() for coder in self._coders],
+            "left_out": left_out,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse what :meth:`load` could not load, before anything is changed."""
+        if state["in_flight"] is not None:
+            _check_sizes("state", state["in_flight"], [core.numel() for core in FlatCopy(self.parameters).cores])
+        if self.point is None:
+            return
+        self.point.check_state(state["point"])
+        for key in ("residuals", "owned_residuals"):
+            own = [(c.residual if key == "residuals" else c.owned_residual).numel() for c in self._coders]
+            if state[key]:
+                _check_sizes("payload", state[key], own)
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on from :meth:`state`; None: the state of a run with other workers, so the next mean is sent in full."""
+        self.land()  # its memory belongs to a transfer until then
+        self._in_flight, self._has_left_out = None, False
+        self.number = 0 if state is None else state["number"]
+        if self.point is not None:
+            self.point.load(None if state is None else state["point"])
+        for index, coder in enumerate(self._coders):
+            coder.clear()
+            if state is not None and state["residuals"]:
+                coder.residual.copy_(state["residuals"][index])
+                coder.owned_residual.copy_(state["owned_residuals"][index])
+        if state is None:
+            return
+        self.drift = Drift.of_state(state["drift"][:2])
+        if self._left_out is not None and state["left_out"] is not None:
+            self._left_out.fill(state["left_out"])
+            self._has_left_out = True
+        if state["in_flight"] is not None and not self.route.is_alone:
+            self._pair = FlatCopy(self.parameters, header_size=SUM_SIZE), FlatCopy(self.parameters, header_size=SUM_SIZE)
+            for core, value in zip(self._pair[1].cores, state["in_flight"], strict=True):
+                core.copy_(value)
+            self._in_flight = _InFlight(*self._pair, handle=None, is_coded=state["is_coded"])
+            if len(state["drift"]) == 4:
+                self._in_flight.drift = Drift.of_state(state["drift"][2:])
+
+    # ---- details
+
+    def _fill(self, snapshot: FlatCopy, total: FlatCopy, is_coded: bool) -> None:
+        """snapshot <- x_t; total <- what is summed or coded: x_t and what was left out, and extras."""
+        factor, index = self.route.weights.factor, 0
+        for local, scaled in zip(snapshot.segments, total.segments, strict=True):
+            torch._foreach_copy_(local.views, local.tensors)
+            if not local.is_extra and self._has_left_out and self._left_out is not None:
+                torch.add(local.flat, self._left_out.segments[index].flat, out=scaled.flat)
+                if not is_coded:
+                    scaled.flat.mul_(factor)
+            elif local.is_extra or not is_coded:
+                torch.mul(local.flat, factor, out=scaled.flat)
+            index += not local.is_extra
+
+    def _merge_share(self, total: FlatCopy, share: float) -> None:
+        assert self._left_out is not None
+        assert self.point is not None
+        for start, rest, z in zip(total.segments, self._left_out.segments, self.point.segments, strict=True):
+            torch._foreach_copy_(rest.views, start.tensors)
+            keep_share_(rest.flat, start.flat, z.flat, share)
+            torch._foreach_copy_(start.tensors, start.views)
+        self._has_left_out = share < 1
+
+    def _mix(self, total: FlatCopy) -> None:
+        assert self.rule.mix is not None
+        assert self.point is not None
+        for segment, z in zip(total.segments, self.point.segments, strict=True):
+            torch._foreach_copy_(segment.views, segment.tensors)
+            mix_(segment.flat, z.flat, self.rule.mix)
+            torch._foreach_copy_(segment.tensors, segment.views)
+
+    def _arrive(self, flight: _InFlight) -> None:
+        assert flight.handle is not None
+        assert flight.header is not None
+        self.route.traffic.wait_for([*flight.beside, flight.handle])
+        if flight.is_coded:
+            assert self.point is not None
+            for coder, centre, mean in zip(self._coders, self.point.cores, flight.total.cores, strict=True):
+                votes = coder.read_headers(flight.header)
+                coder.decode(centre, mean)
+            self._count_votes(votes)
+        else:
+            assert flight.total.header is not None
+            self._read_header(flight.header, flight.total.header)
+        if flight.ballot is not None and self.ballot is not None:
+            stop, save = (flight.ballot > 0).tolist()
+            self.ballot.count(stop, save)
+
+    def _read_header(self, header: Header, slot: Tensor) -> None:
+        # Reading waits for a device. Where nobody votes it can be done a round later.
+        if slot.device.type == "cpu" or self.ballot is not None:
+            self._count_votes(header.read(slot))
+        else:
+            self._unread = header, slot.clone()
+
+    def _read_late(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            unread[0].read(unread[1])
+
+    def _count_votes(self, votes: tuple[bool, bool]) -> None:
+        if self.ballot is not None:
+            self.ballot.count(*votes)
+
+    def _ask_everyone(self, flight: _InFlight, device: torch.device) -> None:
+        """The workers of a node send different shares of the model, and have votes of their own."""
+        if self.ballot is not None:
+            flight.ballot = torch.tensor(self.ballot.cast(), dtype=torch.float32, device=device)
+            flight.beside.append(self.route.everyone.launch([flight.ballot]))
+
+    def _divisor(self, flight: _InFlight, segment: Segment) -> float:
+        """What turns ``total`` into the mean."""
+        return 1.0 if flight.is_coded and not segment.is_extra else self.route.weights.total
+
+    def _point_is_set(self) -> None:
+        if self.point is not None:
+            self.point.is_set = True
+
+    def _count_bytes(self, flight: _InFlight) -> None:
+        """When an average is taken in, not when it arrives: a state saved in between must not change a count."""
+        comm, traffic, total = self.route.comm, self.route.traffic, flight.total
+        traffic.num_bytes += comm.sent_bytes(total.tails if flight.is_coded else total.payloads)
+        if flight.is_coded:
+            traffic.num_bytes += ring_total(sum(coder.num_bytes for coder in self._coders), comm.size)
+
+    def _flat_pair(self, extras: Sequence[Tensor]) -> tuple[FlatCopy, FlatCopy]:
+        wanted = [*self.parameters, *extras]
+        if self._pair is not None:
+            held = self._pair[0].sources
+            if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
+                return self._pair
+            self._pair = None
+        first, second = (FlatCopy(self.parameters, extras, header_size=SUM_SIZE) for _ in range(2))
+        self._pair = first, second
+        return self._pair
+
+
+def _check_sizes(what: str, values: Sequence[Tensor], expected: list[int]) -> None:
+    sizes = [value.numel() for value in values]
+    if sizes != expected:
+        raise ValueError(f"the saved {what} has {sizes} elements, this model {expected}; load a state of this model")

@@ -1,0 +1,135 @@
+"""What only a trainer needs of a :class:`~cocod_accel.sync.sync.Sync`: requests, measurements, emulation, spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cocod_accel.algorithms.rounds import Period, PeriodLike, check_fragments
+from cocod_accel.comm.emulated import EmulatedLink, Link
+from cocod_accel.comm.groups import TwoLevelComm
+from cocod_accel.comm.handles import Communicator
+from cocod_accel.comm.traffic import Traffic
+from cocod_accel.sync.votes import Votes, Wishes
+
+if TYPE_CHECKING:
+    from cocod_accel.sync.sync import Sync
+
+
+class Control:
+    """``sync.control``. Whatever changes what workers send must be called on all of them at the same point."""
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+        self._driver = sync._driver
+        self._votes: Votes | None = None
+
+    # ---- before a model enters an average
+
+    @property
+    def guard(self) -> Callable[[], None] | None:
+        """Called at a round's end before this worker's model enters an average; may raise to keep it out."""
+        return self._driver.guard
+
+    @guard.setter
+    def guard(self, guard: Callable[[], None] | None) -> None:
+        self._driver.guard = guard
+
+    # ---- asking all workers
+
+    def listen(self) -> None:
+        """From now on any worker may ask all of them to stop or to save."""
+        self._votes = Votes()
+        self._driver.replica.vote_with(self._votes)
+
+    def request(self, *, stop: bool = False, save: bool = False) -> None:
+        """Ask all workers to stop, or to save. They agree at a round's end: the question travels with the average."""
+        if self._votes is not None:
+            self._votes.ask(stop=stop, save=save)
+
+    def agreed(self, ask_now: bool = False) -> Wishes:
+        """What all workers are to do, the same on each of them after the same round. A wish to save is taken by asking.
+
+        ``ask_now``: every worker asks at this step. Needed where rounds send no models, and ignored elsewhere.
+        """
+        if self._votes is None:
+            return Wishes()
+        replica = self._driver.replica
+        if ask_now and (self._driver.method.reduces_gradients or replica.route.is_alone):
+            device = replica.parameters[0].device if replica.parameters else torch.device("cpu")
+            self._votes.hold(replica.route, device)
+        return self._votes.take()
+
+    # ---- rounds
+
+    @property
+    def is_round_start(self) -> bool:
+        """Whether the last step ended a round."""
+        return self._driver.clock.start == self._driver.clock.attempts
+
+    def start_at(self, attempts: int) -> None:
+        """Begin a round here, as if this many steps had been attempted."""
+        self._driver.clock.attempts = attempts
+        self._driver.clock.restart()
+
+    def set_period(self, period: PeriodLike) -> None:
+        """Another period or schedule, the same on every worker.
+
+        The pairs of a schedule count from the first step of all: a round under way keeps the period of its own first step.
+        """
+        parsed = Period.parse(period)
+        check_fragments(self._driver.method.fragments, parsed)
+        self._driver.clock.period = parsed
+
+    def restore_weights(self, weights: Sequence[float]) -> None:
+        """The weights that were in force when a state was saved; every worker passes the same ones. Nothing is finished."""
+        self._sync._set_weights(weights)
+
+    # ---- time
+
+    def time_transfer(self) -> float:
+        """Seconds that a transfer like a round's takes, from when this worker joins it. Collective; no model is changed.
+
+        What is in flight is waited for first, so that the link is free. It is not counted in ``stats()``.
+        """
+        self._sync._settle("time_transfer()")
+        self._driver.state()
+        return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers)
+
+    def emulate_link(self, link: Link) -> None:
+        """From now on collectives take what they would on ``link``."""
+        route = self._driver.replica.route
+        if isinstance(route.comm, TwoLevelComm):  # a node's own links are as fast as they are
+            route.comm = route.comm.with_outer(_emulated(route.comm.outer, link))
+        else:
+            route.comm = _emulated(route.comm, link)
+
+    @property
+    def traffics(self) -> list[Traffic]:
+        """Between nodes, and inside this one."""
+        route = self._driver.replica.route
+        return [each.traffic for each in (route, route.node) if each is not None]
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What ``stats()`` says of it, without looking at the device."""
+        return sum(traffic.exposed_seconds for traffic in self.traffics)
+
+    def record_spans(self) -> None:
+        """From now on keep when communication happened, for :meth:`take_spans`."""
+        for traffic in self.traffics:
+            traffic.spans = []
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """(name, start, end) in ``time.perf_counter`` seconds since the last call: "communicate" and "wait"."""
+        taken: list[tuple[str, float, float]] = []
+        for traffic in self.traffics:
+            if traffic.spans is not None:
+                taken, traffic.spans = taken + traffic.spans, []
+        return taken
+
+
+def _emulated(comm: Communicator, link: Link) -> Communicator:
+    return EmulatedLink(comm.inner if isinstance(comm, EmulatedLink) else comm, link)

@@ -1,0 +1,55 @@
+"""What the hooks on a loop's model and optimizers mean for the algorithm that is attached to it."""
+
+from __future__ import annotations
+
+from torch.autograd import Variable
+
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.sync.ddp import under_no_sync
+from cocod_accel.sync.deepspeed import EngineRouter
+from cocod_accel.sync.driver import Driver
+from cocod_accel.sync.preflight import Subject
+from cocod_accel.sync.step_counter import is_stepped_by_scaler
+
+
+class LoopWatcher:
+    """Told by an :class:`~cocod_accel.sync.step_counter.AttemptCounter`; ends rounds, and sees to gradients."""
+
+    def __init__(self, driver: Driver, reducer: Algorithm, subject: Subject, num_workers: int) -> None:
+        self._driver, self._method, self._reducer = driver, driver.method, reducer
+        self._subject = subject
+        self._ddp, self._engine, self._router = subject.ddp, subject.engine, subject.router
+        # Nobody else sees to gradients: one process, and no wrapper or an engine, which then reduces nothing.
+        self._without_ddp = self._ddp is None and (self._engine is None or num_workers == 1)
+        self._refusal = driver.method.refuses_scaler
+        #: Whether this is inside ``averaged()``.
+        self.is_averaged = False
+
+    def attempted(self) -> None:
+        part = self._driver.attempt()
+        if part is not None:
+            self._driver.launch(part)
+            self._driver.land(part)
+
+    def step_begins(self) -> None:
+        if self.is_averaged:
+            raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+        if self._refusal and is_stepped_by_scaler():
+            raise RuntimeError(self._refusal)
+        self._refusal = ""  # looked at once: a first step is never skipped, because its delayed gradients are zero
+        if isinstance(self._router, EngineRouter):
+            self._router.before_step(self._reducer, self._subject.trainable)
+
+    def backward_begins(self, accumulating: bool) -> None:
+        self._method.backward_begins(accumulating, self._without_ddp)
+
+    def backward_ends(self) -> None:
+        self._method.backward_ends(self._without_ddp)
+        if self._ddp is not None and self._ddp.find_unused_parameters and self._method.reduces_gradients:
+            # Queued from a callback that runs before DDP's own, so that this one runs after it.
+            Variable._execution_engine.queue_callback(self._method.after_buckets)
+
+    def accumulates(self) -> bool:
+        if self._engine is not None:
+            return not self._engine.is_gradient_accumulation_boundary()
+        return self._ddp is not None and under_no_sync(self._ddp)
