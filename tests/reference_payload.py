@@ -61,12 +61,9 @@ class CodedMean:
 
     def __init__(self, codec: str, start: Tensor, w: Sequence[float]) -> None:
         self.codec, self.w = codec, w
-        self.centre_on(start)
-
-    def centre_on(self, mean: Tensor) -> None:
-        self.c = mean.clone()
-        self.e = [torch.zeros_like(mean) for _ in self.w]
-        self.owned = torch.zeros_like(mean)  # E of all owners, side by side
+        self.c = start.clone()
+        self.e = [torch.zeros_like(start) for _ in self.w]
+        self.owned = torch.zeros_like(start)  # E of all owners, side by side
 
     def mean(self, models: Sequence[Tensor]) -> Tensor:
         n = len(self.w)
@@ -104,9 +101,8 @@ def run(
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
     weights: Sequence[float],
     period: int,
-    evaluations: Sequence[int] = (),
 ) -> Trace:
-    """Every worker's parameters after every step; ``models``: what each begins with. Exact means after ``evaluations``."""
+    """Every worker's parameters after every step; ``models``: what each begins with."""
     w = shares(weights)
     models = [copy.deepcopy(model) for model in models]
     optimizers = [make_optimizer(m) for m in models]
@@ -132,8 +128,6 @@ def run(
                 mean = means.mean([flattened(m) for m in models])
                 for m in models:
                     assign(m, mean)
-        if t + 1 in evaluations:
-            means.centre_on(exact())
         for i, m in enumerate(models):
             trace[i].append(values(m))
     return trace

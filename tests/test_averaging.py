@@ -15,6 +15,7 @@ from torch import Tensor
 from cocod_accel.averaging import flat
 from cocod_accel.averaging.flat import FlatCopy
 from cocod_accel.averaging.replica import Replica
+from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.weights import Weights, check_weight, mean_, negated_delta_
 from cocod_accel.comm.handles import Handle, SoloComm, exposed_and_hidden, ring_bytes
 
@@ -133,6 +134,8 @@ def test_the_merge_equals_its_formula(values: list[float], size: int, dtype: tor
 class SumOf:
     """A group of workers in one process: every launch is complete when all of them have launched."""
 
+    shard_index, num_shards = 0, 1
+
     def __init__(self, rank: int, size: int, table: dict[int, list[Tensor]]) -> None:
         self.rank, self.size, self.table = rank, size, table
 
@@ -165,9 +168,8 @@ def test_a_round_of_several_replicas_equals_the_formula(specs: list[Any], values
         [make_tensor(shape, dtype, "plain", 100 * rank + i) for i, (shape, dtype) in enumerate(specs)]
         for rank in range(num_workers)
     ]
-    replicas = [
-        Replica(models[rank], list, SumOf(rank, num_workers, table), Weights(floats, rank)) for rank in range(num_workers)
-    ]
+    comms = [SumOf(rank, num_workers, table) for rank in range(num_workers)]
+    replicas = [Replica(models[i], list, Route(comms[i], Weights(floats, i), comms[i])) for i in range(num_workers)]
     starts = [[t.double().clone() for t in model] for model in models]
     for replica in replicas:
         replica.launch()
@@ -185,7 +187,7 @@ def test_a_round_of_several_replicas_equals_the_formula(specs: list[Any], values
 
 def test_with_one_worker_nothing_changes_not_even_a_signed_zero() -> None:
     tensor = torch.tensor([-0.0, 1.5])
-    replica = Replica([tensor], list, SoloComm(), Weights((3.0,)))
+    replica = Replica([tensor], list, Route(SoloComm(), Weights((3.0,)), SoloComm()))
     replica.launch()
     replica.merge()
     replica.equalise()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,8 +81,8 @@ def train(rank: int, given: list[Case], evaluates: bool) -> Any:
     return found
 
 
-@settings(max_examples=4)
-@given(st.lists(cases(), min_size=12, max_size=12), st.booleans())
+@settings(max_examples=3, phases=[Phase.generate])  # an example is a run; a smaller one is not worth dozens of them
+@given(st.lists(cases(), min_size=10, max_size=10), st.booleans())
 def test_combinations_equal_the_serial_reference(given: list[Case], evaluates: bool) -> None:
     results = run_workers(WORKERS, train, given, evaluates)
     for index, case in enumerate(given):

@@ -139,7 +139,7 @@ def test_parts_follow_the_weights() -> None:
     model = loops.make_model()
     sync = attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(4, fragments=3))
     sync.reweight(5)
-    assert [part.weights.values for part in map(sync._method._part, range(3))] == [(5.0,)] * 3  # type: ignore[attr-defined]
+    assert [part.route.weights.values for part in sync._driver.replica.parts] == [(5.0,)] * 3
 
 
 def stopped(rank: int, folder: str) -> Any:
@@ -238,7 +238,6 @@ def test_parts_are_consecutive_and_never_empty(sizes: list[int], data: st.DataOb
         (5, {"fragments": 0}, "fragments=0 must be from 1 to 5"),
         ([(0, 2), (9, 5)], {"fragments": 3}, "fragments=3 must be from 1 to 2, the shortest period"),
         (5, {"fragments": 2.0}, "fragments=2.0 is not an int"),
-        (5, {"fragments": 2, "payload": "int8"}, 'fragments=2 does not go with payload="int8"; use fragments=1'),
     ],
 )
 def test_what_cannot_be_is_refused(period: Any, options: dict[str, Any], message: str) -> None:

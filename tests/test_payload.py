@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import ALGORITHMS, AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, Sync, attach
-from cocod_accel.averaging.codecs import CODECS, CodedMean, Layout, Wire
+from cocod_accel.averaging.codecs import CODECS, Coder, Layout, Wire, coded_bytes, launch_coded
+from cocod_accel.averaging.header import Header, Kind
 from cocod_accel.comm.emulated import Link
+from cocod_accel.comm.in_process import InProcessGroup
 from tests import loops, reference, reference_payload, resume
 from tests.test_exactness import WEIGHTS, assert_traces_equal
 from tests.workers import run_outcomes, run_workers
@@ -100,74 +101,52 @@ def test_every_element_is_in_one_tile(num_elements: int, num_workers: int, limit
     assert covered == num_elements
 
 
+@given(st.integers(1, 3000), st.integers(1, 5), st.integers(1, 4))
+def test_shards_hold_every_element_once(num_elements: int, num_workers: int, num_shards: int) -> None:
+    layout = Layout(num_elements, num_workers, num_shards)
+    stretches = [layout.elements_of(shard) for shard in range(num_shards)]
+    assert [index for s in stretches for index in range(s.start, s.stop)] == list(range(num_elements))
+    for tile in layout.tiles(100):
+        (owner,) = [shard for shard in range(num_shards) if tile.row in layout.rows_of(shard)]
+        assert stretches[owner].start <= tile.start
+        assert tile.stop <= stretches[owner].stop
+
+
 @pytest.mark.parametrize("num_elements", [100_000, 1_000_003])
 @pytest.mark.parametrize("num_workers", [2, 3, 5, 16])
 def test_int8_is_a_quarter_at_any_number_of_workers(num_elements: int, num_workers: int) -> None:
-    wire = Wire(CODECS["int8"], Layout(num_elements, num_workers), num_workers, torch.device("cpu"))
-    assert 0.25 <= wire.bytes.numel() / (4 * num_elements) <= 0.27
-    wire = Wire(CODECS["bf16"], Layout(num_elements, num_workers), num_workers, torch.device("cpu"))
-    assert wire.bytes.numel() / (4 * num_elements) == pytest.approx(0.5, abs=0.01)
-
-
-class Table:
-    """Workers in one process, to be launched in turn: the last one to launch exchanges for all."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.launched: dict[int, Any] = {}
-
-    def member(self, rank: int) -> Any:
-        table = self
-
-        class Member:
-            size = table.size
-
-            def exchange(self, parts: Any) -> None:
-                table.launched[rank] = parts
-                if len(table.launched) == table.size:
-                    table.exchange()
-
-        return Member()
-
-    def exchange(self) -> None:
-        for parts in zip(*(self.launched[i] for i in range(self.size)), strict=True):
-            for j, owner in enumerate(parts):
-                for i, sender in enumerate(parts):
-                    owner.incoming[i] = sender.rows[j]
-            for owner in parts:
-                owner.combine()
-            result = torch.stack([owner.rows[j] for j, owner in enumerate(parts)])
-            for owner in parts:
-                owner.rows.copy_(result)
-        self.launched.clear()
+    assert 0.25 <= coded_bytes("int8", num_elements, num_workers) / (4 * num_elements) <= 0.27
+    assert coded_bytes("bf16", num_elements, num_workers) / (4 * num_elements) == pytest.approx(0.5, abs=0.01)
+    wire = Wire(CODECS["int8"], Layout(num_elements, num_workers), num_workers, torch.device("meta"))
+    assert wire.bytes.numel() == coded_bytes("int8", num_elements, num_workers) + 8 * num_workers, "8 bytes of header a row"
 
 
 @given(st.integers(1, 4), st.integers(1, 1200), st.integers(0, 2**31), st.sampled_from(CODED))
 def test_nothing_is_lost_only_late(num_workers: int, size: int, seed: int, name: str) -> None:
     """Telescoping: sum of the means that were sent + what both residuals still owe == sum of the exact means."""
     generator = torch.Generator().manual_seed(seed)
-    factors, total = [float(i + 1) for i in range(num_workers)], num_workers * (num_workers + 1) / 2
-    table = Table(num_workers)
-    start = torch.randn(size, generator=generator, dtype=torch.float64)
-    workers = [CodedMean(name, rank, num_workers) for rank in range(num_workers)]
-    for worker in workers:
-        worker.centre_on([start])
+    factors, total = tuple(float(i + 1) for i in range(num_workers)), num_workers * (num_workers + 1) / 2
+    group = InProcessGroup(num_workers)
+    centre = torch.randn(size, generator=generator, dtype=torch.float64)
+    coders = [Coder(name, centre, group.member(rank)) for rank in range(num_workers)]
     owed = torch.zeros(size, dtype=torch.float64)
-    for _ in range(4):
+    for number in range(4):
         spread = 10 ** torch.randint(-6, 4, (num_workers, 1), generator=generator).double()
-        models = start + spread * torch.randn(num_workers, size, generator=generator, dtype=torch.float64)
-        before = workers[0]._buffers[0].centre.clone()
-        for rank, worker in enumerate(workers):
-            worker.launch([models[rank]], table.member(rank), factors, total)
-        for worker in workers:
-            mean = torch.empty(size, dtype=torch.float64)
-            worker.take([mean])
-            assert torch.equal(mean, workers[0]._buffers[0].centre)
-        exact = sum(f * (m - before) for f, m in zip(factors, models, strict=True)) / total
-        owed = owed + exact - (workers[0]._buffers[0].centre - before)
-        kept = sum(f * worker._buffers[0].residual for f, worker in zip(factors, workers, strict=True)) / total
-        kept = kept + torch.cat([worker._buffers[0].owned_residual for worker in workers])[:size]
+        models = centre + spread * torch.randn(num_workers, size, generator=generator, dtype=torch.float64)
+        headers = [Header(Kind.ROUND, number, factors, rank) for rank in range(num_workers)]
+        for rank, coder in enumerate(coders):
+            launch_coded([coder], [models[rank]], [centre], group.member(rank), headers[rank], total)
+        means = [torch.empty_like(centre) for _ in coders]
+        for rank, (coder, mean) in enumerate(zip(coders, means, strict=True)):
+            assert coder.read_headers(headers[rank]) == (False, False)
+            coder.decode(centre, mean)
+            assert torch.equal(mean, means[0])
+        exact = sum(f * (m - centre) for f, m in zip(factors, models, strict=True)) / total
+        owed = owed + exact - (means[0] - centre)
+        kept = sum(f * coder.residual for f, coder in zip(factors, coders, strict=True)) / total
+        kept = kept + torch.cat([coder.owned_residual for coder in coders])[:size]
         assert torch.allclose(owed, kept, rtol=0, atol=1e-9 * float(models.abs().max()))
+        centre = means[0].clone()
 
 
 # ---------------------------------------------------------------------------------- against the serial reference
@@ -228,15 +207,14 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
 
 
 def centres(sync: Sync) -> list[Tensor]:
-    coded = sync._replica.coded
-    assert coded is not None
-    return [buffer.centre.clone() for buffer in coded._buffers]
+    (part,) = sync._driver.replica.parts
+    assert part.point is not None
+    return [core.clone() for core in part.point.cores]
 
 
 def residuals(sync: Sync) -> list[Tensor]:
-    coded = sync._replica.coded
-    assert coded is not None
-    return [part.clone() for buffer in coded._buffers for part in (buffer.residual, buffer.owned_residual)]
+    (part,) = sync._driver.replica.parts
+    return [kept.clone() for coder in part._coders for kept in (coder.residual, coder.owned_residual)]
 
 
 def all_rows(rank: int, rows: list[Any]) -> Any:
@@ -252,7 +230,7 @@ def all_rows(rank: int, rows: list[Any]) -> Any:
             if name != "cocod":
                 common.append(centres(sync))
             elif number % 2:
-                sync._replica.land()  # as a state would; on half of the steps, so that both ways are taken
+                sync._driver.replica.parts[0].land()  # as a state would; on half of the steps, so that both ways are taken
                 common.append(centres(sync))
         found.append((trace, common))
         sync.detach()
@@ -318,12 +296,12 @@ def apart(rank: int, codec: str) -> Any:
         step(wrapped, optimizer, rank, number)
         trace.append(loops.snapshot(wrapped))
         if number + 1 == 5:  # an evaluation, with an average in flight
+            before = [*centres(sync), *residuals(sync)]
             with sync.averaged():
                 shown = loops.snapshot(wrapped)
+            assert all(torch.equal(a, b) for a, b in zip(before, [*centres(sync), *residuals(sync)], strict=True))
             assert all(torch.equal(a, b) for a, b in zip(trace[-1], loops.snapshot(wrapped), strict=True))
-            assert not any(part.any() for part in residuals(sync))
-            common = centres(sync)
-    return trace, shown, common
+    return trace, shown
 
 
 def all_apart(rank: int) -> Any:
@@ -331,7 +309,7 @@ def all_apart(rank: int) -> Any:
 
 
 def test_different_starts_and_an_evaluation() -> None:
-    """The first mean is sent in full; averaged() is exact, clears what is owed, and is where changes count from."""
+    """The first mean is sent in full; averaged() is exact, and changes nothing that is trained."""
     for codec, *results in zip(CODED, *run_workers(3, all_apart), strict=True):
         check_apart(codec, results)
 
@@ -344,14 +322,12 @@ def check_apart(codec: str, results: Any) -> None:
                 parameter.add_(rank)
     batches = [[loops.make_batch(i, t) for t in range(STEPS)] for i in range(3)]
     make = loops.OPTIMIZERS["momentum"]
-    expected = reference_payload.run("cocod", codec, models, make, batches, loops.loss_of, [1, 2, 3], 3, evaluations=[5])
-    assert_traces_equal([trace for trace, _, _ in results], expected, codec)
-    for trace, shown, common in results:
+    expected = reference_payload.run("cocod", codec, models, make, batches, loops.loss_of, [1, 2, 3], 3)
+    assert_traces_equal([trace for trace, _ in results], expected, codec)
+    for trace, shown in results:
         w = reference.shares([1, 2, 3])
         exact = [sum(wi * r[0][4][p] for wi, r in zip(w, results, strict=True)) for p in range(len(trace[4]))]
         assert all(torch.allclose(a, b, rtol=1e-14, atol=1e-15) for a, b in zip(shown, exact, strict=True))
-        assert torch.equal(common[0], torch.cat([p.reshape(-1) for p in shown]))
-        assert torch.equal(common[0], results[0][2][0])
 
 
 # ------------------------------------------------------------------------------------------- all that is exact
@@ -390,7 +366,7 @@ def mixed(rank: int, name: str, codec: str) -> Any:
             with torch.inference_mode():  # an evaluation of this worker's own model, in which a second stage may begin
                 model.module.eval()(loops.make_batch(rank, 99)[0])
             model.module.train()
-    sync._method.drain()
+    sync._driver.drain()
     local = loops.snapshot(model)
     sync.finish()
     finished = [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
@@ -609,11 +585,9 @@ def learning(rank: int) -> list[float]:
             noise = 20.0 if number // 2 % 2 else -20.0
             ((w[0] - noise) ** 2 + 0.03 * ((w[1:] - truth) ** 2).sum()).div(2).backward()
             optimizer.step()
-            coded = sync._replica.coded
-            if not feedback and coded is not None:
-                for buffer in coded._buffers:
-                    buffer.residual.zero_()
-                    buffer.owned_residual.zero_()
+            if not feedback:
+                for coder in sync._driver.replica.parts[0]._coders:
+                    coder.clear()
         distances.append(float((model.module.w.detach()[1:] - truth).norm() / truth.norm()))  # not of an exact mean
         sync.detach()
     return distances
@@ -652,23 +626,21 @@ def refused(rank: int) -> list[str]:
         model = DistributedDataParallel(loops.make_model())
         return attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(2, payload=codec), **options)
 
-    inner, _ = dist.new_subgroups(1)
     plain, other = attached("fp32").state_dict(), attached("bf16").state_dict()
-    short = {**other, "payload": {**other["payload"], "centres": [other["payload"]["centres"][0][:-1]]}}
+    (part,) = other["averages"]["parts"]
+    short = {**part, "point": {"z": [part["point"]["z"][0][:-1]], "velocity": []}}
+    shorter = {**part, "residuals": [part["residuals"][0][:-1]]}
+    states = [{**other, "averages": {"parts": [changed], "drift": None}} for changed in (short, shorter)]
     messages = []
-    with pytest.raises(ValueError, match="nodes") as error:
-        attached("int8", inner=inner)
-    messages.append(str(error.value))
-    for codec, state in (("int8", plain), ("bf16", short)):
-        with pytest.raises(ValueError, match="payload") as error:
+    for codec, state in (("int8", plain), ("bf16", states[0]), ("bf16", states[1])):
+        with pytest.raises(ValueError, match="saved") as error:
             attached(codec).load_state_dict(state)
         messages.append(str(error.value))
     return messages
 
 
-def test_nodes_and_the_states_of_other_payloads_are_refused() -> None:
-    for nodes, other, short in run_workers(2, refused):
-        assert nodes == 'payload="int8" is not sent between nodes; use payload="fp32", or leave inner out'
+def test_states_of_other_payloads_are_refused() -> None:
+    for other, short, shorter in run_workers(2, refused):
         assert other == "the state was saved with payload=fp32, attached is int8; attach with the same"
-        assert short.startswith("the saved payload has [[52], [53], [27]] elements, this model [[53], [53], [27]]; ")
-        assert all("\n" not in message for message in (nodes, other, short))
+        assert short == "the saved common point has [52] elements, this model [53]; load a state of this model"
+        assert shorter == "the saved payload has [52] elements, this model [53]; load a state of this model"

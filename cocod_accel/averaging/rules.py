@@ -175,7 +175,7 @@ class Point:
             whole = [core.numel() for core in self._z.cores]
             if sizes != [whole, whole if self._velocity is not None else []]:
                 raise ValueError(
-                    f"the saved common point has {sizes[0]} elements, this model {whole}; load a state of this run"
+                    f"the saved common point has {sizes[0]} elements, this model {whole}; load a state of this model"
                 )
 
     def load(self, state: dict[str, Any] | None) -> None:
