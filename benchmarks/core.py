@@ -99,7 +99,7 @@ def round_end_row(rank: int, repeats: int) -> None:
     model = DistributedDataParallel(cifar_resnet18())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sync = attach(model, optimizer, CoCoDSGD(period=1_000_000))
-    replica = sync._replica
+    replica = sync._driver.replica
     num_elements = sum(p.numel() for p in replica.parameters)
     source, target = torch.randn(num_elements), torch.empty(num_elements)
     ratios, milliseconds = [], []
@@ -113,7 +113,7 @@ def round_end_row(rank: int, repeats: int) -> None:
         begin = time.perf_counter()
         replica.launch()
         launched = time.perf_counter()
-        flight: Any = replica._in_flight
+        flight: Any = replica.parts[0]._in_flight
         flight.handle.wait()
         dist.barrier()
         landed = time.perf_counter()
@@ -139,8 +139,8 @@ def memory_row(rank: int) -> None:
     step()
     before = resident_bytes()
     for _ in range(3):
-        sync._replica.launch()
-        sync._replica.merge()
+        sync._driver.replica.launch()
+        sync._driver.replica.merge()
     in_rounds = (resident_bytes() - before) / parameter_bytes
     with sync.averaged():
         in_averaged = (resident_bytes() - before) / parameter_bytes

@@ -145,7 +145,7 @@ def test_a_share_is_a_share(value: Any) -> None:
 def test_an_outer_rule_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Outer(**options)
-    with pytest.raises(TypeError, match="outer=0.9 is not an Outer; pass e.g."):
+    with pytest.raises(TypeError, match=r"outer=0\.9 is not an Outer; pass e\.g\."):
         LocalSGD(2, outer=0.9)  # type: ignore[arg-type]
 
 

@@ -154,13 +154,13 @@ def pipe_with_small_buckets(rank: int) -> Any:
     start = copy.deepcopy(model.module)
     layouts: list[tuple[int, ...]] = []
     sync = attach(model, optimizer := loops.OPTIMIZERS["momentum"](model), PipeSGD(), weight=[2.0, 3.0][rank])
-    complete = sync._method.complete
+    complete = sync._driver.method.complete
 
     def spy(buckets: Any) -> None:
         layouts.append(tuple(len(bucket.parameters) for bucket in buckets))
         complete(buckets)
 
-    sync._method.complete = spy  # type: ignore[method-assign]
+    sync._driver.method.complete = spy  # type: ignore[method-assign]
     trace = []
     for step in range(6):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from cocod_accel.averaging.header import SUM_SIZE, Header, Kind, TransferError
 from tests import loops
 from tests.workers import run_outcomes
 
+DTYPES = st.sampled_from([torch.float32, torch.float64])
 FACTORS = st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6).map(tuple)
 
 

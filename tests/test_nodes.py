@@ -397,7 +397,7 @@ def emulated_once(rank: int) -> bool:
     sync.finish()
     sync.detach()
     again = attach(model, optimizer, CoCoDSGD(2), inner=inner)
-    comm = again._replica.comm
+    comm = again._driver.replica.route.comm
     assert isinstance(comm, TwoLevelComm)
     return isinstance(comm.outer, EmulatedLink)
 
@@ -493,7 +493,7 @@ def test_weights_inside_and_between_nodes_are_those_of_all_workers(num_nodes: in
         nodes = Nodes.of(stated, rank)
         share = nodes.inside(weights).share * nodes.between(weights).share
         assert share == pytest.approx(weights[rank] / sum(weights), rel=1e-12)
-        assert rank in nodes.mates
+        assert rank in nodes.node_ranks
         assert rank in nodes.peers
         assert len(nodes.peers) == num_nodes
         assert sorted({Nodes.of(stated, peer).index for peer in nodes.peers}) == list(range(num_nodes))

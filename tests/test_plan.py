@@ -672,7 +672,7 @@ def transfer_sizes(rank: int) -> list[int]:
         sync = attach(model, optimizer, algorithm)
         model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
-        comm = sync._replica.comm
+        comm = sync._driver.replica.route.comm
         sizes: list[int] = []
         launch = comm.launch
 

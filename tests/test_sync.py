@@ -239,14 +239,17 @@ def wrong_states(rank: int) -> None:
         optimizer.step()
     state = sync.state_dict()
     pickle.dumps(state)  # no process group inside
+    (part,) = state["averages"]["parts"]
+    short = {**state["averages"], "parts": [{**part, "in_flight": [torch.zeros(3)]}]}
     for key, value, message in (
         ("algorithm", "local", "saved with local, attached is cocod"),
         ("version", 99, "state version 99"),
-        ("in_flight", [torch.zeros(3)], "elements, this model"),
+        ("averages", short, "elements, this model"),
     ):
         with pytest.raises(ValueError, match=message):
             sync.load_state_dict({**state, key: value})
-    assert all(torch.equal(a, b) for a, b in zip(sync.state_dict()["in_flight"], state["in_flight"], strict=True))
+    (kept,) = sync.state_dict()["averages"]["parts"]
+    assert all(torch.equal(a, b) for a, b in zip(kept["in_flight"], part["in_flight"], strict=True))
     with pytest.raises(ValueError, match="rounds"):
         sync.load_state_dict({key: value for key, value in state.items() if key != "rounds"})
     sync.finish()

@@ -1,8 +1,8 @@
 """Communication between N workers that live in one process: a sum is formed when the last of them has joined it.
 
 A communicator like those of :mod:`cocod_accel.comm.groups`. As on a process group, the n-th thing that one worker starts
-belongs to the n-th thing that every other starts. Nobody can wait here for a worker that has not joined, because nobody else is
-running: a driver must let all workers launch before it lets any of them land.
+belongs to the n-th thing that every other starts. Nobody can wait here for a worker that has not joined, because nobody
+else is running: a driver must let all workers launch before it lets any of them land.
 """
 
 from __future__ import annotations
