@@ -13,11 +13,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from tests.workers import kept_pids, stop_kept_ranks
+
 settings.register_profile("repo", deadline=None, max_examples=60, derandomize=True, print_blob=True)
 settings.load_profile("repo")
 
 # The first torch optimizer imports inductor, which names its cache folder.
 _OWN_CHANGES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_ranks_end_well() -> Iterator[None]:
+    yield
+    stop_kept_ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +37,8 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert not dist.is_initialized(), "the test left a process group behind"
-    assert not multiprocessing.active_children(), "the test left a process behind"
+    left_processes = [child for child in multiprocessing.active_children() if child.pid not in kept_pids()]
+    assert not left_processes, f"the test left a process behind: {left_processes}"
     new_threads = [thread for thread in threading.enumerate() if thread.ident not in threads and not thread.daemon]
     assert not new_threads, f"the test left threads behind: {new_threads}"
     changed = {
