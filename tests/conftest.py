@@ -22,6 +22,8 @@ from tests.workers import kept_pids, stop_kept_ranks
 
 settings.register_profile("repo", deadline=None, max_examples=60, derandomize=True, print_blob=True)
 settings.load_profile("repo")
+# As in every worker. The models are tiny: more threads only wait for each other, for most of a minute on a busy machine.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
 # The first torch optimizer imports inductor, which names its cache folder.
@@ -29,8 +31,8 @@ _OWN_CHANGES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _CACHES = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__"}
 # The longest files first: the pytest worker that takes the last one decides when the session ends.
 _LONG = (
-    "test_tutorials", "test_resume", "test_trainer", "test_launch", "test_faults", "test_hf", "test_deepspeed", "test_features",
-    "test_examples", "test_plan", "test_mixed", "test_learning", "test_reproduce", "test_bench", "test_release", "test_site",
+    "test_tutorials", "test_resume", "test_trainer", "test_reproduce", "test_examples", "test_deepspeed", "test_hf",
+    "test_plan", "test_mixed", "test_learning", "test_bench", "test_release", "test_site", "test_payload", "test_launch",
 )  # fmt: skip
 _CHECKOUT = pytest.StashKey[set[str]]()
 

@@ -218,6 +218,7 @@ def sums_on_a_slow_link(rank: int) -> Any:
     return first[0].item(), second[0].item(), early, took, ends, num_bytes
 
 
+@pytest.mark.alone
 def test_an_emulated_link_queues_transfers_in_the_background_alike_on_all_workers() -> None:
     results = run_workers(2, sums_on_a_slow_link)
     assert ring_bytes([torch.zeros(50_000)], 2) == 200_000

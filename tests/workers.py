@@ -33,8 +33,19 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What is not imported here, every worker imports anew: half a second of a core for the modules of the trainer and pytest.
-_PRELOAD = ["torch._dynamo", "torch._inductor.config", "accelerate.accelerator", "safetensors.torch", "pytest", "hypothesis"]
-_CONTEXT.set_forkserver_preload([*_PRELOAD, "cocod_accel.train", "tests.workers"])
+_PRELOAD = [
+    "torch._dynamo", "torch._inductor.config", "accelerate.accelerator", "safetensors.torch", "torchvision.models.resnet",
+    "pytest", "hypothesis", "cocod_accel.train", "tests.workers",
+]  # fmt: skip
+
+
+def preload(*modules: str) -> None:
+    """More that the server imports, for test files whose workers all need it: called when they are imported."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+
+
+preload()
 
 
 @dataclass
