@@ -1,12 +1,13 @@
 # make quickstart: set up .venv on first use, train the embedded default with S-SGD and CoCoD-SGD, compare.
 # make test:       set up .venv on first use, then lint, type-check and run the tests.
+# make test-slow:  the longer checks; some 25 minutes.
 # make docs:       the documentation site, into site/; open site/index.html.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test lint docs bench bench-simulated bench-core bench-mixed bench-plan clean
+.PHONY: quickstart test test-slow lint docs bench bench-simulated bench-core bench-mixed bench-plan clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -17,8 +18,14 @@ quickstart: $(READY)
 	@$(BIN)/cocod compare $(QUICKSTART)/ssgd $(QUICKSTART)/cocod
 	@echo "run folders: $(QUICKSTART)/ssgd $(QUICKSTART)/cocod"
 
+# Two files at a time; then, one by one, what measures time or needs the whole machine. Both, even if the first fails.
 test: $(READY) lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"; parallel=$$?; \
+	$(BIN)/pytest -m alone && exit $$parallel
+
+test-slow: $(READY)
+	$(BIN)/python -m tests.resume
+	$(BIN)/python -m tests.soak
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -146,7 +146,7 @@ def baseline(case: Case) -> Path:
     parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica, case.payload, case.has_anchor]
     name = "-".join(["undisturbed", *map(str, parts)])
     if not (output / name / "summary.json").is_file():
-        assert run_workers(n, worker, arguments(case, output, name), seconds=100) == [0] * n
+        assert run_workers(n, worker, arguments(case, output, name), seconds=100, fresh=True) == [0] * n
     return output / name
 
 
@@ -157,10 +157,10 @@ def stop_and_go_on(case: Case, output: Path, name: str) -> None:
     every = f"checkpoint.every_steps={case.point or 7}"
     way = "evaluation" if case.point == EVALUATION else "kill" if case.is_kill else "leave"
     given = arguments(case, output, name, every)
-    outcomes: list[Outcome] = run_outcomes(case.num_workers, worker, given, (way, case.point), seconds=100)
+    outcomes: list[Outcome] = run_outcomes(case.num_workers, worker, given, (way, case.point), seconds=100, fresh=True)
     if not (run / "summary.json").is_file():  # the last points are so late that a kill comes after the end
         assert any(outcome.error is not None or outcome.result != 0 for outcome in outcomes)
-    assert run_workers(case.num_workers, worker, given, seconds=100) == [0] * case.num_workers
+    assert run_workers(case.num_workers, worker, given, seconds=100, fresh=True) == [0] * case.num_workers
     assert not list(output.glob(f"{name}-2")), "a second folder was begun"
     assert record(run) == record(undisturbed)
     assert traces(run) == traces(undisturbed)

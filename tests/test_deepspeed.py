@@ -160,7 +160,7 @@ def all_algorithms(rank: int, mode: Mode) -> dict[str, Any]:
 
 @functools.cache
 def results(mode_name: str) -> list[dict[str, Any]]:
-    return run_workers(2, all_algorithms, MODES[mode_name], seconds=110)
+    return run_workers(2, all_algorithms, MODES[mode_name], seconds=110, fresh=True)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -192,7 +192,7 @@ def refused(rank: int, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message.split(":")[0] for _, message in REFUSED])
 def test_settings_that_cannot_work_are_refused_on_all_workers(settings: dict[str, Any], message: str) -> None:
-    for found in run_outcomes(2, refused, settings, seconds=110):
+    for found in run_outcomes(2, refused, settings, seconds=110, fresh=True):
         assert found.error is not None
         assert found.error[0] == "ValueError"
         assert message in found.error[1]
@@ -237,9 +237,9 @@ def stopped_and_resumed(rank: int, folder: str, steps: int) -> Any:
 
 
 def test_an_engine_is_saved_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = run_workers(2, stopped_and_resumed, str(tmp_path / "whole"), 10, seconds=110)
-    run_workers(2, stopped_and_resumed, str(tmp_path / "parts"), 7, seconds=110)
-    again = run_workers(2, stopped_and_resumed, str(tmp_path / "parts"), 10, seconds=110)
+    whole = run_workers(2, stopped_and_resumed, str(tmp_path / "whole"), 10, seconds=110, fresh=True)
+    run_workers(2, stopped_and_resumed, str(tmp_path / "parts"), 7, seconds=110, fresh=True)
+    again = run_workers(2, stopped_and_resumed, str(tmp_path / "parts"), 10, seconds=110, fresh=True)
     for (_, steps, expected), (first, other_steps, found) in zip(whole, again, strict=True):
         assert (first, steps, other_steps) == (5, 10, 10)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

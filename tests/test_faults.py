@@ -64,6 +64,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("fault", "algorithm", "rank"),
@@ -123,6 +124,7 @@ def test_a_worker_that_raises_or_exits_ends_the_run_by_name(model: str, message:
     assert not workers_of(tmp_path)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(280)
 def test_killed_again_and_again_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     """5 kills at random moments; python -m tests.soak does 50."""

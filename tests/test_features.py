@@ -351,7 +351,7 @@ def prepared_with_a_scaler(rank: int) -> None:
 
 
 def test_pipe_refuses_an_optimizer_that_was_prepared_with_a_scaler() -> None:
-    (outcome,) = run_outcomes(1, prepared_with_a_scaler)
+    (outcome,) = run_outcomes(1, prepared_with_a_scaler, fresh=True)
     assert outcome.error is not None
     assert outcome.error[:2] == ("ValueError", PipeSGD.refuses_scaler)
 
@@ -389,7 +389,7 @@ def compiled_by_inductor(rank: int, compiles: bool) -> Any:
 
 
 def test_a_model_compiled_by_inductor_trains_like_the_eager_one() -> None:
-    eager, compiled = (run_workers(2, compiled_by_inductor, compiles, seconds=110) for compiles in (False, True))
+    eager, compiled = (run_workers(2, compiled_by_inductor, compiles, seconds=110, fresh=True) for compiles in (False, True))
     for (expected, rounds), (found, rounds_too) in zip(eager, compiled, strict=True):
         assert rounds == rounds_too
         for a, b in zip(expected, found, strict=True):

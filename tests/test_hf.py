@@ -12,10 +12,11 @@ import torch
 
 from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, attach
 from tests import loops
-from tests.workers import run_outcomes, run_workers
+from tests.workers import preload, run_outcomes, run_workers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 STEPS = 12
+preload("transformers.trainer", "transformers.models.bert.modeling_bert")
 
 
 def as_launched(rank: int) -> None:

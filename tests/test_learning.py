@@ -84,7 +84,7 @@ def launched(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs, by two real processes."""
     folder = tmp_path_factory.mktemp("real")
-    run_workers(2, launched, folder, RUNS, seconds=110)
+    run_workers(2, launched, folder, RUNS, seconds=110, fresh=True)
     return folder
 
 
@@ -139,7 +139,7 @@ def test_nobody_learns_otherwise_for_a_look_at_the_training_loss() -> None:
 
 def test_one_worker_is_one_process_to_the_bit(tmp_path: Path) -> None:
     runs = {"pipe": [*OWN, "algorithm.name=pipe", "cluster.num_workers=1"]}
-    run_workers(1, launched, tmp_path, runs)
+    run_workers(1, launched, tmp_path, runs, fresh=True)
     check_run(tmp_path / "pipe", runs["pipe"])
 
 

@@ -180,7 +180,7 @@ def failing_measure(rank: int, when: int) -> None:
 
 @pytest.mark.parametrize("when", [2, 8])
 def test_what_fails_on_one_worker_while_measuring_is_heard_by_all(when: int) -> None:
-    outcomes = run_outcomes(2, failing_measure, when, seconds=40)
+    outcomes = run_outcomes(2, failing_measure, when, seconds=40, fresh=True)
     line = "speeds could not be measured; rank 1: ArithmeticError: no such kernel"
     assert [outcome.error and outcome.error[:2] for outcome in outcomes] == [("RuntimeError", line)] * 2
 
@@ -218,6 +218,7 @@ def sums_on_a_slow_link(rank: int) -> Any:
     return first[0].item(), second[0].item(), early, took, ends, num_bytes
 
 
+@pytest.mark.alone
 def test_an_emulated_link_queues_transfers_in_the_background_alike_on_all_workers() -> None:
     results = run_workers(2, sums_on_a_slow_link)
     assert ring_bytes([torch.zeros(50_000)], 2) == 200_000
@@ -265,7 +266,7 @@ def test_an_emulated_link_changes_time_and_nothing_else(name: str) -> None:
 
 def mixed_run(tmp_path: Path, name: str, *overrides: str) -> Path:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, "logging.trackers=[]", f"output={tmp_path}", f"name={name}"]
-    assert run_workers(2, as_launched, [*arguments, *overrides]) == [0, 0]
+    assert run_workers(2, as_launched, [*arguments, *overrides], fresh=True) == [0, 0]
     return tmp_path / name
 
 
@@ -342,7 +343,7 @@ def test_replanned_training_equals_the_serial_reference(name: str, tmp_path: Pat
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, "logging.trackers=[]", f"output={tmp_path}", "name=moved"]
     arguments += overrides
     seconds = [[3.0, 1.0, 1.04], [1.0, 3.0, 1.0]]
-    models = run_workers(2, replanned, arguments, seconds)
+    models = run_workers(2, replanned, arguments, seconds, fresh=True)
     rows = rows_of(tmp_path / "moved", "plan")
     assert [(row["epoch"], row["batches"], row["speeds"]) for row in rows] == [
         (0, [8, 8], [1.0, 1.0]),

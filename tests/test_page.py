@@ -309,6 +309,7 @@ def test_a_run_cannot_put_code_into_the_page(page: Page, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.alone
 @needs_chromium
 def test_20_runs_of_2000_rows_stay_fluid(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(20):

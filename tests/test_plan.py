@@ -568,7 +568,7 @@ def rounds_of(schedule: list[list[int]], steps: int) -> int:
 
 def test_auto_finds_the_period_of_a_known_link_and_all_workers_agree(tmp_path: Path) -> None:
     arguments = [*AUTO, f"output={tmp_path}", "name=auto"]
-    results = run_workers(2, auto_worker, arguments)
+    results = run_workers(2, auto_worker, arguments, fresh=True)
     assert results[0] == results[1]
     code, schedule, rounds = results[0]
     assert code == 0
@@ -587,27 +587,29 @@ def test_auto_finds_the_period_of_a_known_link_and_all_workers_agree(tmp_path: P
 
 def test_a_resumed_run_goes_on_with_the_periods_that_were_decided(tmp_path: Path) -> None:
     arguments = [*AUTO, "schedule.epochs=4", f"output={tmp_path}", "name=auto"]
-    stopped = run_workers(2, auto_worker, arguments, 21)  # all know of it when the next average has landed, after step 32
+    stopped = run_workers(
+        2, auto_worker, arguments, 21, fresh=True
+    )  # all know of it when the next average has landed, after step 32
     assert [code for code, _, _ in stopped] == [143, 143]
     assert stopped[0][1] == [[0, 4], [20, 6]]
-    results = run_workers(2, auto_worker, arguments)
+    results = run_workers(2, auto_worker, arguments, fresh=True)
     assert results[0] == results[1] == (0, [[0, 4], [20, 6]], rounds_of([[0, 4], [20, 6]], 40))
     assert [row["step"] for row in rows_of(tmp_path / "auto", "period")] == [0, 10, 20, 30]  # nothing was decided anew
 
 
 def test_auto_decides_anew_for_other_workers(tmp_path: Path) -> None:
     arguments = [*AUTO, f"output={tmp_path}", "name=auto"]
-    run_workers(2, auto_worker, arguments, 11)
-    [(code, schedule, _)] = run_workers(1, auto_worker, [*arguments, "cluster.num_workers=1"])
+    run_workers(2, auto_worker, arguments, 11, fresh=True)
+    [(code, schedule, _)] = run_workers(1, auto_worker, [*arguments, "cluster.num_workers=1"], fresh=True)
     assert (code, schedule) == (0, [[0, 1]])  # nobody to send to
 
 
 def test_local_and_fragments_take_auto(tmp_path: Path) -> None:
     short = ["schedule.epochs=1", "schedule.warmup_epochs=1", f"output={tmp_path}"]
-    [(code, schedule, _), _] = run_workers(2, auto_worker, [*AUTO, *short, "algorithm.name=local", "name=local"])
+    [(code, schedule, _), _] = run_workers(2, auto_worker, [*AUTO, *short, "algorithm.name=local", "name=local"], fresh=True)
     assert (code, schedule) == (0, [[0, 4]])
     parts = ["algorithm.fragments=5", "name=parts", "model.name=small_resnet"]
-    [(code, schedule, _), _] = run_workers(2, auto_worker, [*AUTO, *short, *parts])
+    [(code, schedule, _), _] = run_workers(2, auto_worker, [*AUTO, *short, *parts], fresh=True)
     assert (code, schedule) == (0, [[0, 5]])
 
 

@@ -79,8 +79,8 @@ def signalled(rank: int, given: list[str], number: int, step: int) -> int:
 def test_sigterm_in_the_middle_of_a_step_saves_a_checkpoint_that_resumes_bitwise(tmp_path: Path) -> None:
     undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run")
-    assert run_workers(2, signalled, given, signal.SIGTERM, 13) == [143, 143]
-    assert run_workers(2, worker, given) == [0, 0]
+    assert run_workers(2, signalled, given, signal.SIGTERM, 13, fresh=True) == [143, 143]
+    assert run_workers(2, worker, given, fresh=True) == [0, 0]
     assert resume.record(tmp_path / "run") == resume.record(undisturbed)
     assert resume.traces(tmp_path / "run") == resume.traces(undisturbed)
 
@@ -88,7 +88,7 @@ def test_sigterm_in_the_middle_of_a_step_saves_a_checkpoint_that_resumes_bitwise
 def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
     undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run", "checkpoint.keep=9")
-    assert run_workers(2, signalled, given, signal.SIGUSR1, 12) == [0, 0]
+    assert run_workers(2, signalled, given, signal.SIGUSR1, 12, fresh=True) == [0, 0]
     # Asked for during step 13 of a round that ends after 14; known to all when that round's average lands, after 17.
     names = [path.name for path in checkpoints_in(tmp_path / "run" / "checkpoints")]
     assert names == ["step_0000000017", "step_0000000000"]
@@ -98,7 +98,7 @@ def test_sigusr1_saves_and_goes_on(tmp_path: Path) -> None:
 def test_minutes_are_asked_for_and_old_checkpoints_go(tmp_path: Path) -> None:
     undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run", "checkpoint.every_minutes=1e-9", "checkpoint.keep=3")
-    assert run_workers(2, worker, given) == [0, 0]
+    assert run_workers(2, worker, given, fresh=True) == [0, 0]
     assert len(checkpoints_in(tmp_path / "run" / "checkpoints")) == 3
     assert resume.record(tmp_path / "run") == resume.record(undisturbed)
 
@@ -117,7 +117,7 @@ def test_the_last_model_is_exported_for_load_state_dict() -> None:
 def half_done(tmp_path: Path, *more: str, point: int = 12) -> list[str]:
     """A run that was left after a checkpoint in its second epoch; the arguments to go on with."""
     given = arguments(CASE, tmp_path, "run", f"checkpoint.every_steps={point}", "checkpoint.keep=2", *more)
-    run_outcomes(2, worker, given, ("leave", point))
+    run_outcomes(2, worker, given, ("leave", point), fresh=True)
     assert (tmp_path / "run" / "checkpoints" / f"step_{point:010d}").is_dir()
     return given
 
@@ -127,7 +127,7 @@ def test_another_number_of_workers_goes_on_from_the_weighted_mean(num_workers: i
     given = half_done(tmp_path)
     speeds = json.dumps([1.0] * num_workers)
     more = [f"cluster.num_workers={num_workers}", f"cluster.speeds={speeds}"]
-    assert run_workers(num_workers, worker, [*given, *more]) == [0] * num_workers
+    assert run_workers(num_workers, worker, [*given, *more], fresh=True) == [0] * num_workers
     summary = read_summary(tmp_path / "run")
     assert summary["num_workers"] == num_workers
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -141,29 +141,29 @@ def test_new_checkpoints_of_other_workers_are_the_ones_gone_on_from(tmp_path: Pa
     """Fewer steps an epoch than before must not make the old checkpoints look newer."""
     given = half_done(tmp_path)
     more = ["cluster.num_workers=4", "cluster.speeds=[1, 1, 1, 1]", "checkpoint.keep=1"]
-    run_outcomes(4, worker, [*given, *more, "checkpoint.every_steps=2"], ("leave", 10), seconds=100)
+    run_outcomes(4, worker, [*given, *more, "checkpoint.every_steps=2"], ("leave", 10), seconds=100, fresh=True)
     (newest,) = checkpoints_in(tmp_path / "run" / "checkpoints")
     assert int(newest.name.removeprefix("step_")) > 12
     assert len(list(newest.glob("worker_*"))) == 4
-    assert run_workers(4, worker, [*given, *more]) == [0] * 4
+    assert run_workers(4, worker, [*given, *more], fresh=True) == [0] * 4
 
 
 def test_going_on_at_the_end_of_an_epoch_with_replanning(tmp_path: Path) -> None:
     more = ["cluster.replan_epochs=1", "cluster.speeds=[1, 1]", "checkpoint.every_steps=16"]
     given = half_done(tmp_path, *more, point=16)  # 200 // 12 steps an epoch
-    assert run_workers(2, worker, given) == [0, 0]
+    assert run_workers(2, worker, given, fresh=True) == [0, 0]
 
 
 def test_another_optimizer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     half_done(tmp_path)
     given = arguments(CASE, tmp_path, "other", f"checkpoint.resume={tmp_path / 'run'}", "optimizer.name=adam")
-    assert run_workers(2, worker, given) == [2, 2]
+    assert run_workers(2, worker, given, fresh=True) == [2, 2]
     assert "was saved with SGD, this run has Adam" in resume.said(tmp_path)
 
 
 def test_other_speeds_are_planned_anew(tmp_path: Path) -> None:
     given = half_done(tmp_path)
-    assert run_workers(2, worker, [*given, "cluster.speeds=[2, 1]"]) == [0, 0]
+    assert run_workers(2, worker, [*given, "cluster.speeds=[2, 1]"], fresh=True) == [0, 0]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["batches"] for row in rows if row["kind"] == "plan"] == [[6, 12], [12, 6]]
 
@@ -196,7 +196,7 @@ def test_a_merged_state_is_the_weighted_mean_and_the_largest_counter(tmp_path: P
 def test_a_checkpoint_of_another_run_begins_a_new_folder(tmp_path: Path) -> None:
     half_done(tmp_path)
     given = arguments(CASE, tmp_path, "fork", f"checkpoint.resume={tmp_path / 'run'}", "optimizer.learning_rate=0.01")
-    assert run_workers(2, worker, given) == [0, 0]
+    assert run_workers(2, worker, given, fresh=True) == [0, 0]
     assert read_summary(tmp_path / "fork")["steps"] == 33
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -204,10 +204,10 @@ def test_a_checkpoint_of_another_run_begins_a_new_folder(tmp_path: Path) -> None
 def test_a_changed_configuration_does_not_go_on(tmp_path: Path) -> None:
     given = half_done(tmp_path)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    assert run_workers(2, worker, [*given, "optimizer.learning_rate=0.01"]) == [0, 0]
+    assert run_workers(2, worker, [*given, "optimizer.learning_rate=0.01"], fresh=True) == [0, 0]
     assert (tmp_path / "run-2" / "summary.json").is_file()
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
-    assert run_workers(2, worker, [*given, "checkpoint.resume=never"]) == [0, 0]
+    assert run_workers(2, worker, [*given, "checkpoint.resume=never"], fresh=True) == [0, 0]
     assert (tmp_path / "run-3" / "summary.json").is_file()
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(what: str, tmp
     damage, message = DAMAGE[what]
     damage(tmp_path / "run" / "checkpoints" / "step_0000000012")
     resume.said(tmp_path)
-    assert run_workers(2, worker, given) == [0, 0]
+    assert run_workers(2, worker, given, fresh=True) == [0, 0]
     written = resume.said(tmp_path)
     assert message in written
     assert re.search(r"^resumed from .*step_0000000000 at step 0", written, re.MULTILINE)
@@ -276,7 +276,7 @@ def test_if_no_checkpoint_can_be_used_the_run_stops_and_changes_nothing(tmp_path
     for checkpoint in checkpoints_in(tmp_path / "run" / "checkpoints"):
         truncate(checkpoint / "worker_0.safetensors")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    assert run_workers(2, worker, given) == [2, 2]
+    assert run_workers(2, worker, given, fresh=True) == [2, 2]
     assert resume.said(tmp_path).count("error: no checkpoint can be used; ") == 1
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
@@ -295,14 +295,14 @@ def test_a_malicious_checkpoint_is_never_executed(tmp_path: Path) -> None:
             path = checkpoint / name
             manifest["files"][name] = {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
         (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
-    assert run_workers(2, worker, given) == [2, 2]
+    assert run_workers(2, worker, given, fresh=True) == [2, 2]
     assert not proof.exists()
 
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     half_done(tmp_path)
     given = arguments(CASE, tmp_path, "other", f"checkpoint.resume={tmp_path / 'run'}", "model.name=mlp")
-    assert run_workers(2, worker, given) == [2, 2]
+    assert run_workers(2, worker, given, fresh=True) == [2, 2]
     assert "is of another model: " in resume.said(tmp_path)
 
 
@@ -310,7 +310,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_written_warns_and_training_goes_on(way: str, tmp_path: Path) -> None:
     undisturbed = resume.baseline(CASE)
     given = arguments(CASE, tmp_path, "run", "checkpoint.every_steps=6")
-    assert run_workers(2, failing_disk, given, way) == [0, 0]
+    assert run_workers(2, failing_disk, given, way, fresh=True) == [0, 0]
     warnings = [line for line in resume.said(tmp_path).splitlines() if "could not be written" in line]
     assert len(warnings) == 5
     assert all("No space left" in line or "Not a directory" in line for line in warnings)

@@ -298,7 +298,7 @@ def test_rounds_and_bytes_are_those_of_real_workers(num_workers: int, options: l
     cluster = Cluster(workers=[WorkerGroup(count=1, speed=speed) for speed in speeds])
     config = configured(cluster, [*TINY, *options])
     found = simulate(cluster, config, steps=steps).timeline
-    real = run_workers(num_workers, real_counts, [*TINY, *options, f"cluster.num_workers={num_workers}"], steps)
+    real = run_workers(num_workers, real_counts, [*TINY, *options, f"cluster.num_workers={num_workers}"], steps, fresh=True)
     assert {(rounds, sent) for rounds, sent in real} == {(found.rounds, found.fleet.sent_bytes)}
 
 

@@ -168,6 +168,7 @@ def test_accelerate_launch_and_torchrun_give_the_same_numbers(tmp_path: Path) ->
     assert len(digests) == 1
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_homogeneous_profile_runs_as_16_processes_and_ends_with_16_equal_models(tmp_path: Path) -> None:
     overrides = [
@@ -289,7 +290,7 @@ def test_the_same_seed_gives_the_same_metrics_and_another_seed_does_not(name: st
     def run(label: str, seed: int) -> Any:
         arguments = ["configs/quickstart.yaml", *TINY, f"algorithm.name={name}", f"seed={seed}", f"name={label}"]
         arguments += [f"output={tmp_path}", "logging.trackers=[]", "model.name=small_resnet", "task.args={num_train: 128}"]
-        assert run_workers(2, as_launched, [str(ROOT / arguments[0]), *arguments[1:]]) == [0, 0]
+        assert run_workers(2, as_launched, [str(ROOT / arguments[0]), *arguments[1:]], fresh=True) == [0, 0]
         rows = [json.loads(line) for line in (tmp_path / label / "metrics.jsonl").read_text().splitlines()]
         return strip_times(rows), read_summary(tmp_path / label)["model_digest"]
 
@@ -305,14 +306,14 @@ def test_a_users_own_model_and_data_need_no_change_here(data: str, tmp_path: Pat
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"task.name=tests.own_code:{data}", "batch_size=3"]
     arguments += ["model.name=tests.own_code:make_model", "model.args={width: 8}", "schedule.epochs=6", f"output={tmp_path}"]
     arguments += ["name=own", "logging.trackers=[]", *(["task.args={count: 60}"] if data == "make_data" else [])]
-    assert run_workers(2, as_launched, arguments) == [0, 0]
+    assert run_workers(2, as_launched, arguments, fresh=True) == [0, 0]
     assert read_summary(tmp_path / "own")["final_accuracy"] == 1.0
 
 
 def test_proportional_sampling_reaches_the_trainer(tmp_path: Path) -> None:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, "cluster.speeds=[1, 2]", "cluster.proportional=true"]
     arguments += [f"output={tmp_path}", "name=mixed", "logging.trackers=[]"]
-    assert run_workers(2, as_launched, arguments) == [0, 0]
+    assert run_workers(2, as_launched, arguments, fresh=True) == [0, 0]
     summary = read_summary(tmp_path / "mixed")
     assert summary["batches"] == [8, 16]
     assert summary["steps"] == 2 * (512 // 24)
@@ -321,7 +322,7 @@ def test_proportional_sampling_reaches_the_trainer(tmp_path: Path) -> None:
 def test_asynlocal_takes_steps_by_speed(tmp_path: Path) -> None:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, "cluster.speeds=[1, 2]", "algorithm.name=asynlocal"]
     arguments += [f"output={tmp_path}", "name=own_steps", "logging.trackers=[]"]
-    assert run_workers(2, as_launched, arguments) == [0, 0]
+    assert run_workers(2, as_launched, arguments, fresh=True) == [0, 0]
     counts = []
     for rank in (0, 1):
         lines = (tmp_path / "own_steps" / "spans" / f"rank_{rank}.jsonl").read_text().splitlines()
@@ -332,7 +333,7 @@ def test_asynlocal_takes_steps_by_speed(tmp_path: Path) -> None:
 def test_an_earlier_run_of_the_same_name_is_not_touched(tmp_path: Path) -> None:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"output={tmp_path}", "name=twice", "logging.trackers=[]"]
     for _ in range(2):
-        assert run_workers(2, as_launched, arguments) == [0, 0]
+        assert run_workers(2, as_launched, arguments, fresh=True) == [0, 0]
     assert read_summary(tmp_path / "twice")["name"] == "twice"
     assert read_summary(tmp_path / "twice-2")["name"] == "twice-2"
 
@@ -349,7 +350,7 @@ def test_a_tracker_that_fails_warns_once_and_training_goes_on(tmp_path: Path) ->
 def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"output={tmp_path / 'file' / 'runs'}", "logging.trackers=[]"]
-    outcomes = run_outcomes(2, as_launched, arguments, seconds=60)
+    outcomes = run_outcomes(2, as_launched, arguments, seconds=60, fresh=True)
     assert outcomes[0].result == 2
 
 
@@ -371,7 +372,7 @@ def stopped_by_one(rank: int, arguments: list[str]) -> int:
 def test_a_stop_asked_of_one_worker_is_agreed_by_all_at_a_round_end_and_saved(name: str, tmp_path: Path) -> None:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"algorithm.name={name}", "schedule.epochs=50"]
     arguments += [f"output={tmp_path}", "name=stopped", "logging.trackers=[]", "algorithm.period=4"]
-    assert run_workers(2, stopped_by_one, arguments) == [143, 143]
+    assert run_workers(2, stopped_by_one, arguments, fresh=True) == [143, 143]
     run = tmp_path / "stopped"
     assert not (run / "summary.json").exists(), "it is not finished"
     # Asked at step 9: local averages next at 12; cocod launches then and learns of it at 16; the others ask every 5 steps.
