@@ -88,7 +88,7 @@ def dropped_between_forward_and_backward(rank: int) -> Any:
         loss.backward()
         if not (rank == 1 and step in (1, 2, 5, 8, 9)):
             optimizer.step()
-        rounds.append(sync._clock.rounds)
+        rounds.append(sync._driver.clock.rounds)
     sync.finish()
     return rounds, loops.snapshot(model)
 
@@ -147,7 +147,7 @@ def asked_while_accumulating(rank: int) -> Any:
             pass
         loops.loss_of(model, *loops.make_batch(rank, step + 9)).backward()
         optimizer.step()
-    return sync._clock.attempts, sync.stats().rounds
+    return sync._driver.clock.attempts, sync.stats().rounds
 
 
 def test_asking_in_the_middle_of_an_accumulation_counts_nothing() -> None:
@@ -167,7 +167,7 @@ def gradients_of_inputs(rank: int) -> Any:
         if rank == 0:
             x = x.requires_grad_()
             torch.autograd.grad(model(x).sum(), x)
-    return sync._clock.attempts, sync.stats().rounds
+    return sync._driver.clock.attempts, sync.stats().rounds
 
 
 def test_gradients_of_inputs_are_no_attempts() -> None:
@@ -184,7 +184,7 @@ def part_of_the_model(rank: int) -> Any:
         if not (rank == 1 and step in (1, 2)):
             optimizer.step()
         optimizer.zero_grad()
-    return sync._clock.attempts, sync.stats().rounds
+    return sync._driver.clock.attempts, sync.stats().rounds
 
 
 def test_skips_are_seen_if_the_optimizer_holds_a_part_of_the_model() -> None:
