@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cocod_accel.cli.compare import spans_of
+from cocod_accel.report.writing import spans_of
 from cocod_accel.report.curves import scaling
 from cocod_accel.report.groups import compare
 from cocod_accel.report.page import MOST_SPANS, embedded, middle, render, timeline

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import CoCoDSGD, LocalSGD, attach, cli, train
 from cocod_accel.algorithms.rounds import Period, RoundClock
-from cocod_accel.cli.plan import scaling_of
+from cocod_accel.plan.tables import scaling_of
 from cocod_accel.comm.emulated import Link
 from cocod_accel.config.loading import load_config
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring

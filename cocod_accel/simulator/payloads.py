@@ -55,12 +55,13 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
             sum(ring_bytes(tensors, cluster.num_workers) for tensors in collectives),
         )
 
+    gradients = Parcel(0.0, 0)
+    parts: list[Parcel] = []
     if algorithm.reduces_gradients:
         # S-SGD sends gradients as they are, Pipe-SGD a flat copy of them in float32 at least.
         flat = [p.detach() for p in parameters] if algorithm.name == "ssgd" else FlatCopy(parameters).buffers
-        gradients, parts = parcel(flat), []
+        gradients = parcel(flat)
     else:
-        gradients, parts = Parcel(0.0, 0), []
         for index, these in enumerate(balanced_cuts(sizes, algorithm.fragments)):
             own = parameters[these]
             extras: list[Tensor] = []

@@ -149,7 +149,8 @@ class Timeline:
 
     def _is_active(self) -> NDArray[np.bool_]:
         """Of every worker: whether it takes steps, and does not wait for others."""
-        return np.array([turn is None for turn in self._turns])[self._kinds]
+        active: NDArray[np.bool_] = np.array([turn is None for turn in self._turns])[self._kinds]
+        return active
 
     def _waited(self, joined: Array, end: float, blocked_from: Array, blocked_until: Array) -> None:
         if self.sample is not None and self.sample.is_open:
