@@ -22,14 +22,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="e.g. configs/bench/links.yaml")
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/links"), metavar="DIR", help="where to write; default: %(default)s"
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/links"),
+        metavar="DIR",
+        help="where to write; default: %(default)s",
     )
     parser.add_argument("--no-lab", action="store_true", help="emulate links, for our own algorithms only")
     parser.add_argument("--only-tables", action="store_true", help="measure nothing; use the rows that exist")
     options = parser.parse_intermixed_args(arguments)
     try:
         return _run(options)
-    except ConfigError as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BenchError as error:

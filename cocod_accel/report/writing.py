@@ -41,7 +41,7 @@ def _said(error: OSError | ValueError) -> str:
 
 def spans_of(comparison: Comparison) -> dict[str, list[Span]]:
     """The spans of the first run of each group that kept some."""
-    found = {group.label: read_spans(group.first.source) for group in comparison.groups if group.first.source.is_dir()}
+    found = {group.label: read_spans(group.first.source) for group in comparison.groups}
     return {label: rows for label, rows in found.items() if rows}
 
 
