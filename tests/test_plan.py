@@ -429,7 +429,7 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
     before = file.read_bytes()
     again = command("cocod", "plan", *TASK, "--save", str(file))
     assert again.returncode == 2
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
     assert file.read_bytes() == before
 
 
@@ -439,7 +439,7 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
         (["--cluster", "nowhere.yaml"], "error: nowhere.yaml: no such file"),
         (["--workers", "0"], "error: --workers=0: must be at least 1"),
         (["--seconds", "-1"], "error: --seconds=-1: must be positive"),
-        (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder is not there"),
+        (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder does not exist"),
         (["--accelerate-config", "no.yaml"], "error: --accelerate-config=no.yaml: no such file"),
         (["algorithm.nam=cocod"], "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?"),
         (["algorithm.name=ssgd", "algorithm.period=auto"], "error: algorithm.period=auto: is for local and cocod, not ssgd"),

@@ -260,7 +260,7 @@ def test_bad_runs_are_named_and_the_good_ones_shown(
     out, err = capsys.readouterr()
     assert code == 0
     assert out.splitlines()[2].split()[:2] == ["ssgd", "1"], "a run given twice counts once"
-    named = [line.removeprefix("left out: ").split(": ")[0].removesuffix("/summary.json") for line in err.splitlines()]
+    named = [line.removeprefix("skipped: ").split(": ")[0].removesuffix("/summary.json") for line in err.splitlines()]
     expected = [bad / name for name in ("bare", "early", "other", "started", "torn", "nothing", "gone")]
     assert named == [str(path) for path in expected]
     for path, why in zip(expected, err.splitlines(), strict=True):
@@ -412,7 +412,7 @@ def test_a_trace_has_one_process_a_run_and_events_that_nest(tmp_path: Path, caps
     assert "120 spans in" in capsys.readouterr().out
     assert len(json.loads((folders[0] / "trace.json").read_text())["traceEvents"]) == 120 + 1 + 2 * 2 * 2
     assert cli.main(["trace", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --out: name the file for the 2 runs together")
+    assert capsys.readouterr().err.startswith("error: --out: required for 2 runs, which go into one file")
     assert cli.main(["trace", *map(str, folders), "--out", str(tmp_path / "both.json")]) == 0
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]

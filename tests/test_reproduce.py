@@ -326,7 +326,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (["--jobs", "0", "--scale", "smoke"], "--jobs=0: must be at least 1"),
         (["--rows", str(tmp_path / "no.jsonl")], "no such file"),
         (["--scale", "full"], "needs 16 GPUs"),
-        (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "holds no row of these cells"),
+        (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "has no row of these cells"),
         (["configs/quickstart.yaml"], "not a key=value override"),
         (["task.data_dir=nowhere", "--out", str(tmp_path / "p")], "task.data_dir=nowhere"),
     )

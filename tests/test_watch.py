@@ -61,7 +61,7 @@ def test_before_the_first_evaluation_nothing_is_promised(tmp_path: Path) -> None
     assert (now.left_seconds, now.accuracy, now.num_steps) == (None, None, None)
     text = "\n".join(lines(now))
     assert "time left  after the first evaluation" in text
-    assert "waiting of each worker: after the first epoch" in text
+    assert "waiting times: after the first epoch" in text
     cut(folder, 0)
     assert "epoch 1 of 2, step 0" in "\n".join(lines(snapshot(read_parts(folder), [])))
 
@@ -93,7 +93,7 @@ def test_a_lock_is_seen_and_not_taken(tmp_path: Path) -> None:
         (
             lambda root: write_run(root, "done", [0.5, 0.8]),
             0,
-            "done: ended, accuracy 80.00% (best 80.00%) after 4.0 s of training",
+            "done: finished, accuracy 80.00% (best 80.00%) after 4.0 s of training",
         ),
         (
             lambda root: write_run(root, "killed", finished=False),

@@ -1,8 +1,8 @@
 """What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
 
-The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all five. Theory
-warns where a period that hides an average is longer than its bound, and shortens none; it only limits how much longer a
-period is made for steps that transfers slow down.
+The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all five.
+Theory warns where a period that hides an average exceeds its bound, and shortens none; it only limits how far a period is
+lengthened for steps that transfers slow down.
 """
 
 from __future__ import annotations
