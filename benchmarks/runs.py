@@ -9,6 +9,6 @@ from pathlib import Path
 
 def train(folder: Path, name: str, *overrides: str) -> Path:
     """Train in ``folder/name`` without trackers, silently; the run folder."""
-    command = [sys.executable, "-m", "cocod_accel.cli.main", "train", "configs/quickstart.yaml", "logging.trackers=[]"]
+    command = [sys.executable, "-m", "cocod_accel.cli", "train", "configs/quickstart.yaml", "logging.trackers=[]"]
     subprocess.run([*command, f"output={folder}", f"name={name}", *overrides], check=True, stdout=subprocess.DEVNULL)
     return folder / name

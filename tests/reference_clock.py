@@ -77,16 +77,15 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
             if 0 in pending:
                 yield "wait", pending[0]
             pending[0] = number
-        elif name in ("local", "asynlocal"):
-            if position == length:
-                number = joined(setting.part_seconds[0])
-                yield "join", number
-                yield "wait", number
-                length, position = next(rounds), 0
         else:
             if position == length:
                 length, position = next(rounds), 0
             for part in [part for part in range(fragments) if (part * length) // fragments == position]:
+                if name in ("local", "asynlocal"):
+                    number = joined(setting.part_seconds[part])
+                    yield "join", number
+                    yield "wait", number
+                    continue
                 if part in pending:
                     yield "wait", pending[part]
                 pending[part] = joined(setting.part_seconds[part])

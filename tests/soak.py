@@ -31,7 +31,7 @@ SETTINGS = [
 
 
 def launch(output: Path, name: str, epochs: int, restarts: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "cocod_accel.cli.main", "train", *SETTINGS, f"schedule.epochs={epochs}"]
+    command = [sys.executable, "-m", "cocod_accel.cli", "train", *SETTINGS, f"schedule.epochs={epochs}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, f"output={output}", f"name={name}", "--max-restarts", str(restarts)],

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.links import results
+from benchmarks.links.__main__ import main
 from benchmarks.links.contenders import CONTENDERS, available
 from benchmarks.links.lab import why_not
 from benchmarks.links.meeting import Meeting
@@ -188,6 +189,25 @@ def test_a_mistake_is_one_clear_line(arguments: list[str], message: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_what_the_command_cannot_do_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, line in (
+        (["steps.steps=7"], "error: steps.steps=7: must be a multiple of the period"),
+        (["--only-tables"], f"error: --only-tables: {tmp_path}/rows.jsonl does not exist; run the benchmark first"),
+    ):
+        assert main([*arguments, "--out", str(tmp_path), "num_workers=2"]) == 2
+        assert capsys.readouterr().err == line + "\n"
+    (tmp_path / "rows.jsonl").write_text("")
+    assert main(["--only-tables", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/rows.jsonl: holds no rows")
+
+
+def test_tables_are_printed_again_from_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert main(["--only-tables", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith((tmp_path / "tables.txt").read_text())
+    assert (tmp_path / "step_time.svg").is_file()
+
+
 def test_the_configuration_in_the_repository_is_the_default() -> None:
     assert load_settings(["configs/bench/links.yaml"]) == load_settings([])
 
@@ -204,7 +224,9 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
         "steps.closer_repeats=2",
     ]  # fmt: skip
     prefix = [] if place == "lab" else ["--no-lab"]
-    done = command("cocod", "bench", "configs/bench/links.yaml", *tiny, *prefix, "--out", str(tmp_path), seconds=200)
+    done = command(
+        "python", "-m", "benchmarks.links", "configs/bench/links.yaml", *tiny, *prefix, "--out", str(tmp_path), seconds=200
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "step_time.png").stat().st_size > 10_000
     rows = results.read_rows(tmp_path / "rows.jsonl")

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import CoCoDSGD, LocalSGD, attach, cli, train
 from cocod_accel.algorithms.rounds import Period, RoundClock
-from cocod_accel.cli.plan import scaling_of
 from cocod_accel.comm.emulated import Link
 from cocod_accel.config.loading import load_config
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.measure import fixed_seconds
 from cocod_accel.plan.recommend import Expected, advise, best_algorithm, worker_counts
+from cocod_accel.plan.tables import scaling_of
 from cocod_accel.report.figures import draw_expected
 from cocod_accel.sharding.speeds import Measured
 from cocod_accel.simulator.cluster import Cluster, Network, WorkerGroup, load_cluster, save_cluster
@@ -343,7 +343,7 @@ def test_the_command_loads_whatever_the_user_had(more: list[str], megabit: float
 
 def test_a_payload_that_cannot_be_shortened_says_why() -> None:
     advice = advise(slow_link(1), [*TASK, "algorithm.fragments=4", "algorithm.period=4"], [2])
-    assert ("payload", "fp32", "algorithm.fragments needs fp32") in advice.reasons
+    assert ("payload", "fp32", "other options of algorithm require fp32") in advice.reasons
 
 
 def test_a_speed_is_handed_on_exactly() -> None:
@@ -429,7 +429,7 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
     before = file.read_bytes()
     again = command("cocod", "plan", *TASK, "--save", str(file))
     assert again.returncode == 2
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
     assert file.read_bytes() == before
 
 
@@ -439,7 +439,7 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
         (["--cluster", "nowhere.yaml"], "error: nowhere.yaml: no such file"),
         (["--workers", "0"], "error: --workers=0: must be at least 1"),
         (["--seconds", "-1"], "error: --seconds=-1: must be positive"),
-        (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder is not there"),
+        (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder does not exist"),
         (["--accelerate-config", "no.yaml"], "error: --accelerate-config=no.yaml: no such file"),
         (["algorithm.nam=cocod"], "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?"),
         (["algorithm.name=ssgd", "algorithm.period=auto"], "error: algorithm.period=auto: is for local and cocod, not ssgd"),

@@ -79,6 +79,10 @@ def test_the_wheel_holds_every_module_its_data_and_the_profiles_and_nothing_else
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == package | profiles
+    rooms = {path.parent.name for path in (ROOT / "cocod_accel").glob("*/__init__.py")}
+    assert {name.split("/")[1] for name in names if name.count("/") > 1} - {"configs"} == rooms
+    assert {"cli", "comm", "averaging", "algorithms", "sync", "trainer", "simulator", "report"} < rooms
+    assert {name.partition("/")[0] for name in names} == {"cocod_accel"}, "benchmarks and tests stay in the checkout"
 
 
 def test_the_sdist_holds_what_a_wheel_is_made_of(built: Built) -> None:

@@ -8,11 +8,9 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from cocod_accel.report.wandb_files import read_wandb_runs, records
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +19,7 @@ from cocod_accel.report.curves import interpolated, mean_points, points, scaling
 from cocod_accel.report.groups import Comparison, compare, compared, grouped, labels
 from cocod_accel.report.tables import cells, markdown, results_csv, runs_csv, terminal, verdicts
 from cocod_accel.report.trace import trace
-from cocod_accel.runs.reading import MEASURES, Run, find_runs, read_rows, read_run, text_config, time_to_target
+from cocod_accel.runs.reading import Run, find_runs, read_rows, read_run, text_config, time_to_target
 from cocod_accel.runs.spans import Span, length, merged, overlap, read_spans, shares, sublanes, window
 from tests.run_folders import write_run
 
@@ -262,7 +260,7 @@ def test_bad_runs_are_named_and_the_good_ones_shown(
     out, err = capsys.readouterr()
     assert code == 0
     assert out.splitlines()[2].split()[:2] == ["ssgd", "1"], "a run given twice counts once"
-    named = [line.removeprefix("left out: ").split(": ")[0].removesuffix("/summary.json") for line in err.splitlines()]
+    named = [line.removeprefix("skipped: ").split(": ")[0].removesuffix("/summary.json") for line in err.splitlines()]
     expected = [bad / name for name in ("bare", "early", "other", "started", "torn", "nothing", "gone")]
     assert named == [str(path) for path in expected]
     for path, why in zip(expected, err.splitlines(), strict=True):
@@ -283,8 +281,7 @@ def test_bad_runs_are_named_and_the_good_ones_shown(
     [
         (["{}"], "error: {}: is not a run folder and holds none; give folders that cocod train has made"),
         (["{}/a"], "error: {}/a: no such folder; give folders that cocod train has made, or one that holds them"),
-        ([], "error: RUN: none given; name run folders, or wandb's with --from-wandb DIR"),
-        (["--from-wandb", "{}"], "error: {}: holds no wandb run files; give one that holds offline-run-*/run-*.wandb"),
+        ([], "error: RUN: none given; name run folders, or a folder that contains them"),
     ],
 )
 def test_nothing_to_compare_is_one_line(
@@ -415,7 +412,7 @@ def test_a_trace_has_one_process_a_run_and_events_that_nest(tmp_path: Path, caps
     assert "120 spans in" in capsys.readouterr().out
     assert len(json.loads((folders[0] / "trace.json").read_text())["traceEvents"]) == 120 + 1 + 2 * 2 * 2
     assert cli.main(["trace", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --out: name the file for the 2 runs together")
+    assert capsys.readouterr().err.startswith("error: --out: required for 2 runs, which go into one file")
     assert cli.main(["trace", *map(str, folders), "--out", str(tmp_path / "both.json")]) == 0
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
@@ -440,107 +437,3 @@ def test_a_run_without_spans_has_no_trace(tmp_path: Path, capsys: pytest.Capture
         file.unlink()
     assert cli.main(["trace", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("error: run: has no spans; runs keep them with logging.spans=true")
-
-
-# -------------------------------------------------------------------------------------------------- wandb
-
-
-def leveldb(payloads: list[bytes]) -> bytes:
-    """The log that LevelDB would write; checksums left out, as nobody looks at them."""
-    data = bytearray(b":W&B\0\0\0")
-    for payload in payloads:
-        position, is_first = 0, True
-        while True:
-            left = 32768 - len(data) % 32768
-            if left < 7:
-                data += b"\0" * left
-                left = 32768
-            part = payload[position : position + left - 7]
-            position += len(part)
-            is_last = position == len(payload)
-            kind = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}[is_first, is_last]
-            data += b"\0\0\0\0" + len(part).to_bytes(2, "little") + bytes([kind]) + part
-            is_first = False
-            if is_last:
-                break
-    return bytes(data)
-
-
-@given(st.lists(st.integers(0, 70_000), max_size=6))
-def test_records_of_a_log_are_read_whole_over_blocks(sizes: list[int]) -> None:
-    payloads = [bytes([i % 251]) * size for i, size in enumerate(sizes)]
-    assert list(records(leveldb(payloads))) == payloads
-    torn = leveldb([*payloads, b"x" * 100])[:-1]
-    assert list(records(torn)) == payloads, "a killed run ends in the middle of a record"
-
-
-@pytest.mark.parametrize("left", range(10))
-def test_what_is_left_of_a_block_may_be_too_little_for_a_fragment(left: int) -> None:
-    payloads = [b"a" * (32768 - 7 - 7 - left), b"b" * 20]  # behind the header of the file, and its own
-    assert list(records(leveldb(payloads))) == payloads
-
-
-def wandb_file(path: Path, run_id: str, steps: list[int], config: dict[str, object], summary: dict[str, object]) -> None:
-    """What wandb leaves of a run that evaluated at these steps; its own protobuf classes, our frames."""
-    from wandb.proto import wandb_internal_pb2
-
-    record_type: Any = vars(wandb_internal_pb2)["Record"]
-    payloads = []
-
-    def add(kind: str, items: str, values: dict[str, object]) -> None:
-        record = record_type()
-        for key, value in values.items():
-            item = getattr(getattr(record, kind), items).add()
-            item.key, item.value_json = key, json.dumps(value)
-        payloads.append(record.SerializeToString())
-
-    begin = record_type()
-    begin.run.run_id, begin.run.display_name = run_id, f"name of {run_id}"
-    payloads.append(begin.SerializeToString())
-    add("config", "update", config)
-    for step in steps:
-        row: dict[str, object] = {
-            "_step": step,
-            "train_seconds": step / 10,
-            "train/loss": 1.0,
-            "train/train_seconds": step / 10 - 0.1,
-        }
-        row |= {"comm/comm_bytes": 100 * step, "comm/comm_exposed_seconds": 0.5, "comm/comm_hidden_seconds": 0.0}
-        row |= {
-            "eval/accuracy": step / 100,
-            "eval/epoch": step // 10,
-            "eval/train_seconds": step / 10,
-            "eval/train_loss": 1.0,
-        }
-        add("history", "item", row)
-    if summary:
-        add("summary", "update", summary)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(leveldb(payloads))
-
-
-def test_wandb_files_of_one_run_are_joined_and_others_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config: dict[str, object] = {"algorithm.name": "cocod", "schedule.epochs": 8, "seed": 0}
-    ended: dict[str, object] = dict.fromkeys(MEASURES, 0.5) | {
-        "time_to_accuracy.0.7": 7.0,
-        "clock": "real",
-        "emulated": "None",
-    }
-    # Stopped after step 50, gone on from the checkpoint of step 30.
-    wandb_file(tmp_path / "offline-run-20260101_000000-a/run-a.wandb", "a", [10, 20, 30, 40, 50], config, {})
-    wandb_file(tmp_path / "offline-run-20260102_000000-a/run-a.wandb", "a", [40, 60, 80], config, ended)
-    wandb_file(tmp_path / "offline-run-20260103_000000-b/run-b.wandb", "b", [10], {"learning_rate": 0.1}, {})
-    (tmp_path / "run-c.wandb").write_bytes(b":W&B\0\0\0")
-    (run,), problems = read_wandb_runs(tmp_path)
-    assert run.name == "name of a"
-    assert run.is_finished
-    assert [row["step"] for row in run.evaluations] == [10, 20, 30, 40, 60, 80]
-    assert [row["comm_bytes"] for row in run.training] == [1000, 2000, 3000, 4000, 6000, 8000]
-    assert run.training[0]["train_seconds"] == 0.9
-    assert time_to_target(run, 0.6) == 6.0
-    assert len(problems) == 2
-    assert "is not a run of cocod train" in problems[1]
-    assert cli.main(["compare", "--from-wandb", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert out.splitlines()[2].startswith("cocod  1")
-    assert err.count("left out: ") == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from cocod_accel.config.loading import load_config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.cell import append, run
 from cocod_accel.reproduce.grid import CONFIGS, MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
+from cocod_accel.reproduce.intervals import Interval, student_t95
 from cocod_accel.reproduce.running import done_rows, fingerprint, missing, read_rows
 from cocod_accel.reproduce.tables import (
     Grid,
-    Interval,
     common_loss,
     difference,
     iterations_table,
@@ -104,6 +106,35 @@ def test_paired_intervals_by_hand() -> None:
     assert Interval(-1.0, -2.0, 0.0, 3).verdict == "undecided"
     assert Interval(-3.0, -4.0, -2.0, 3).verdict == "a loss of more than 1.5 points"
     assert Interval.of({0: 1.0}, {0: 2.0}) is None
+
+
+#: Two-sided 95% quantiles as tables of Student's t print them, by degrees of freedom.
+STUDENT = {
+    1: 12.7062, 2: 4.3027, 9: 2.2622, 10: 2.2281, 11: 2.2010, 15: 2.1314, 20: 2.0860, 25: 2.0595, 29: 2.0452, 30: 2.0423,
+    31: 2.0395, 32: 2.0369, 35: 2.0301, 40: 2.0211, 50: 2.0086, 60: 2.0003, 80: 1.9901, 100: 1.9840, 120: 1.9799,
+    1000: 1.9623, 10**9: 1.9600,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", STUDENT)
+def test_quantiles_are_those_of_students_t(degrees: int) -> None:
+    assert student_t95(degrees) == pytest.approx(STUDENT[degrees], abs=6e-5)
+
+
+def test_quantiles_fall_with_every_seed() -> None:
+    found = [student_t95(degrees) for degrees in range(1, 400)]
+    assert all(later < earlier for earlier, later in pairwise(found))
+    assert found[-1] > 1.96
+
+
+@pytest.mark.parametrize(("seeds", "quantile"), [(2, 12.7062), (10, 2.2622), (11, 2.2281), (12, 2.2010), (41, 2.0211)])
+def test_an_interval_is_as_wide_as_its_seeds_allow(seeds: int, quantile: float) -> None:
+    ours = {seed: float(seed % 2) for seed in range(seeds)}
+    interval = Interval.of(ours, dict.fromkeys(range(seeds), 0.0))
+    assert interval is not None
+    deviation = statistics.stdev(ours.values()) / math.sqrt(seeds)
+    assert interval.high - interval.mean == pytest.approx(quantile * deviation, rel=1e-4)
+    assert interval.mean - interval.low == pytest.approx(quantile * deviation, rel=1e-4)
 
 
 def test_an_order_that_is_not_the_papers_is_said() -> None:
@@ -295,7 +326,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (["--jobs", "0", "--scale", "smoke"], "--jobs=0: must be at least 1"),
         (["--rows", str(tmp_path / "no.jsonl")], "no such file"),
         (["--scale", "full"], "needs 16 GPUs"),
-        (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "holds no row of these cells"),
+        (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "has no row of these cells"),
         (["configs/quickstart.yaml"], "not a key=value override"),
         (["task.data_dir=nowhere", "--out", str(tmp_path / "p")], "task.data_dir=nowhere"),
     )

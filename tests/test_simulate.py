@@ -43,5 +43,5 @@ def test_with_learning_it_is_the_real_run_on_a_virtual_clock(name: str, tmp_path
 def test_a_number_of_steps_does_not_go_with_learning(tmp_path: Path) -> None:
     refused = command("cocod", "simulate", CLUSTER, *DEFAULT, "--learn", "--steps", "5", "--out", str(tmp_path), seconds=60)
     assert refused.returncode == 2
-    assert "--steps=5: does not go with --learn" in refused.stderr
+    assert "--steps=5: --learn trains whole epochs" in refused.stderr
     assert list(tmp_path.iterdir()) == []

@@ -201,8 +201,10 @@ def _keys(tree: Any, section: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def test_the_config_reference_has_every_key(hooks: ModuleType) -> None:
-    for module, tree in (("settings", Config()), ("cluster", Cluster()), ("bench/settings", BenchSettings())):
-        root = type(tree).__name__
+    trees = {"Config": Config(), "Cluster": Cluster(), "BenchSettings": BenchSettings()}
+    assert [root for _, _, root, _ in hooks.TREES] == list(trees)
+    for _, module, root, _ in hooks.TREES:
+        tree = trees[root]
         rows = {
             (row.section, row.key): row for _, _, rows in hooks.settings_of(hooks.Module.read(module), root) for row in rows
         }

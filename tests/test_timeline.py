@@ -26,10 +26,8 @@ from cocod_accel.simulator.fleet import Array, Fleet, Parcel
 from cocod_accel.simulator.folders import write
 from cocod_accel.simulator.learning import Learnt
 from cocod_accel.simulator.payloads import Parcels, parcels_of
-from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
 from cocod_accel.simulator.simulate import configured, simulate, title
-from cocod_accel.simulator.timeline import Course, Timeline
-from cocod_accel.simulator.times import step_times
+from cocod_accel.simulator.timeline import Course, SpanSample, Timeline, chosen_ranks, middle_window, step_times
 from cocod_accel.tasks import build_model, build_task, task_facts
 from cocod_accel.trainer.work import Work
 from tests import reference_clock
@@ -60,7 +58,7 @@ def together(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
     pairs = [(0, draw(st.integers(1, 4)))]
     if draw(st.booleans()):
         pairs.append((draw(st.integers(1, 6)), draw(st.integers(1, 5))))
-    fragments = draw(st.integers(1, min(k for _, k in pairs))) if name == "cocod" else 1
+    fragments = draw(st.integers(1, min(k for _, k in pairs))) if name in ("local", "cocod") else 1
     setting = reference_clock.Setting(
         algorithm=name,
         seconds=draw(st.lists(st.lists(seconds, min_size=steps, max_size=steps), min_size=workers, max_size=workers)),
@@ -80,15 +78,16 @@ def by_speed(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
     workers, phases = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     counts = [draw(st.integers(1, 3)) for _ in range(phases)]
     periods = [[draw(st.integers(1, 4)) for _ in range(phases)] for _ in range(workers)]
+    fragments = draw(st.integers(1, min(min(own) for own in periods)))
     rounds = [[k for k, count in zip(own, counts, strict=True) for _ in range(count)] for own in periods]
     pairs = [[(0, own[0]), *([(counts[0] * own[0], own[1])] if phases == 2 else [])] for own in periods]
     steps = [sum(own) for own in rounds]
     setting = reference_clock.Setting(
         algorithm="asynlocal",
         seconds=[draw(st.lists(seconds, min_size=n, max_size=n)) for n in steps],
-        rounds=[[*own, 1] for own in rounds],
+        rounds=[[*own, own[-1]] for own in rounds],
         steps=steps,
-        part_seconds=[draw(seconds)],
+        part_seconds=draw(st.lists(seconds, min_size=fragments, max_size=fragments)),
         final_seconds=draw(seconds),
         interference=draw(st.floats(0, 0.95)),
     )
@@ -96,12 +95,14 @@ def by_speed(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
 
 
 def side_by_side(setting: reference_clock.Setting) -> Iterator[Array]:
-    """Steps of all workers at once; in a round, those who have none left get one that must not count."""
+    """Steps of all workers at once; up to the turn of a part, those who have none left get one that must not count."""
     if setting.algorithm != "asynlocal":
         yield from np.array(setting.seconds).T
         return
-    taken = [0] * len(setting.steps)
-    for lengths in zip(*(own[:-1] for own in setting.rounds), strict=True):
+    taken, fragments = [0] * len(setting.steps), len(setting.part_seconds)
+    turns = range(1, fragments + 1)
+    between = [[p * k // fragments - (p - 1) * k // fragments for k in own[:-1] for p in turns] for own in setting.rounds]
+    for lengths in zip(*between, strict=True):
         for j in range(max(lengths)):
             yield np.array([own[t + j] if j < k else 1e6 for own, t, k in zip(setting.seconds, taken, lengths, strict=True)])
         taken = [t + k for t, k in zip(taken, lengths, strict=True)]
@@ -315,6 +316,74 @@ def test_a_payload_of_given_size_needs_no_model() -> None:
     assert sum(part.seconds for part in found.parts) == pytest.approx(1.5e-3)
 
 
+class Sent:
+    """By hand: what each of two workers sends of a model cut into parts."""
+
+    def __init__(self, *options: str, algorithm: str = "local") -> None:
+        cluster = Cluster(network=Network(latency_us=1000.0, bandwidth_gbit=0.008))
+        config = configured(cluster, [*TINY, "algorithm.period=4", "model.name=small_resnet", *options], algorithm)
+        facts = task_facts(config)
+        model = build_model(config, facts)
+        self.buffers = sum(4 * buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
+        self.sizes = [parameter.numel() for parameter in model.parameters()]
+        kind = Work.of(config, facts.num_train, 0).algorithm
+        self.whole = parcels_of(config, cluster, kind, facts)
+        kind.fragments = 3
+        self.cut = parcels_of(config, cluster, kind, facts)
+
+    def bytes_of_parts(self) -> list[int]:
+        return [part.sent_bytes for part in self.cut.parts]
+
+
+def test_buffers_of_a_blocking_round_travel_with_part_0_alone() -> None:
+    with_buffers, without = Sent(algorithm="local"), Sent(algorithm="cocod")
+    assert with_buffers.buffers > 0
+    # Two workers: a ring sends the payload once.
+    assert sum(without.bytes_of_parts()) == 4 * sum(without.sizes)
+    differences = [a - b for a, b in zip(with_buffers.bytes_of_parts(), without.bytes_of_parts(), strict=True)]
+    assert differences == [with_buffers.buffers, 0, 0]
+    assert with_buffers.cut.final == with_buffers.whole.final
+
+
+def test_averaged_momentum_travels_with_its_own_part() -> None:
+    plain, averaged = Sent(), Sent("algorithm.optimizer_state=average", "optimizer.momentum=0.9")
+    first, *others = plain.bytes_of_parts()
+    parameters = [first - plain.buffers, *others]
+    assert averaged.bytes_of_parts() == [a + b for a, b in zip(plain.bytes_of_parts(), parameters, strict=True)]
+
+
+@pytest.mark.parametrize(("payload", "of_float32"), [("bf16", 1 / 2), ("int8", 1 / 4)])
+@pytest.mark.parametrize("algorithm", ["local", "cocod"])
+def test_parts_are_coded_each(algorithm: str, payload: str, of_float32: float) -> None:
+    """Parts together send what the whole does, but for scales and padding; buffers are never coded."""
+    full, coded = Sent(algorithm=algorithm), Sent(f"algorithm.payload={payload}", algorithm=algorithm)
+    buffers = full.buffers if algorithm == "local" else 0
+    uncoded = [buffers, 0, 0]
+    for own, plain, extra in zip(coded.bytes_of_parts(), full.bytes_of_parts(), uncoded, strict=True):
+        assert own - extra == pytest.approx(of_float32 * (plain - extra), rel=0.02)
+    assert sum(coded.bytes_of_parts()) == pytest.approx(coded.whole.parts[0].sent_bytes, rel=0.002)
+    # A megabyte a second, and a message of a coded exchange takes a millisecond to begin with, as any does.
+    assert sum(part.seconds for part in coded.cut.parts) < sum(part.seconds for part in full.cut.parts)
+
+
+def test_local_sgd_waits_for_every_part_at_its_turn() -> None:
+    """By hand: rounds of 4 steps of 1 s; part 1, of 2 s, after 2 of them, part 0, of 5 s, at their end."""
+    course = Course(
+        algorithm="local",
+        periods=[Period.parse(4)] * 2,
+        parcels=Parcels(Parcel(0.0, 0), (Parcel(5.0, 50), Parcel(2.0, 20)), Parcel(7.0, 70)),
+        times=iter(np.ones((8, 2))),
+        fragments=2,
+    )
+    found = Timeline(course, 8).run()
+    assert found.marks.seconds == [1.0, 4.0, 5.0, 11.0, 12.0, 15.0, 16.0, 22.0]
+    assert found.marks.rounds == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert found.marks.sent_bytes == [0, 20, 20, 70, 70, 90, 90, 140]
+    assert found.train_seconds == 29.0
+    assert found.fleet.exposed_seconds.tolist() == [21.0, 21.0]
+    assert found.fleet.hidden_seconds.tolist() == [0.0, 0.0]
+
+
 def test_fragments_need_as_many_parameters() -> None:
     cluster = Cluster()
     config = configured(cluster, [*TINY, "algorithm.name=cocod", "algorithm.period=9", "algorithm.fragments=9"])
@@ -417,6 +486,7 @@ def test_steps_cut_the_schedule_or_make_it_longer() -> None:
     ("option", "said"),
     [
         ("emulate.slowdown=[1,1,2,2]", "emulate: slowdown [1, 1, 2, 2] is for real runs; describe workers and network"),
+        ("algorithm.name=my.code:Mine", "algorithm.name=my.code:Mine: is not"),
         ("cluster.workers_per_replica=2", "cluster.workers_per_replica=2: is not simulated; use 1"),
         ("cluster.replan_epochs=1", "cluster.replan_epochs=1: is not simulated; use null"),
         ("cluster.speeds=measure", None),

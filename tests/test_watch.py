@@ -1,4 +1,4 @@
-"""``cocod watch``, and one real run from its first row to its wandb file."""
+"""``cocod watch``, real runs from the first row to the last, and what wandb is told of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cocod_accel.report.wandb_files import read_wandb_runs
 
 from cocod_accel import cli
-from cocod_accel.report.groups import compare
-from cocod_accel.report.tables import cells
 from cocod_accel.report.watch import duration, is_locked, lines, snapshot, watch
-from cocod_accel.runs.reading import read_parts, read_run
+from cocod_accel.runs.reading import read_parts, read_run, text_config
 from cocod_accel.runs.spans import read_spans
 from tests.run_folders import write_run
 
@@ -65,7 +61,7 @@ def test_before_the_first_evaluation_nothing_is_promised(tmp_path: Path) -> None
     assert (now.left_seconds, now.accuracy, now.num_steps) == (None, None, None)
     text = "\n".join(lines(now))
     assert "time left  after the first evaluation" in text
-    assert "waiting of each worker: after the first epoch" in text
+    assert "waiting times: after the first epoch" in text
     cut(folder, 0)
     assert "epoch 1 of 2, step 0" in "\n".join(lines(snapshot(read_parts(folder), [])))
 
@@ -97,7 +93,7 @@ def test_a_lock_is_seen_and_not_taken(tmp_path: Path) -> None:
         (
             lambda root: write_run(root, "done", [0.5, 0.8]),
             0,
-            "done: ended, accuracy 80.00% (best 80.00%) after 4.0 s of training",
+            "done: finished, accuracy 80.00% (best 80.00%) after 4.0 s of training",
         ),
         (
             lambda root: write_run(root, "killed", finished=False),
@@ -193,7 +189,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, 
     return code, b"".join(parts).decode()
 
 
-def test_a_real_run_is_watched_to_its_end_and_wandb_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_run_is_watched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = launch(tmp_path, "real", epochs=40)
     folder = tmp_path / "real"
     try:
@@ -202,46 +198,90 @@ def test_a_real_run_is_watched_to_its_end_and_wandb_has_the_same(tmp_path: Path,
         assert code == 0
         assert "worker 1   waited" in text
         assert "\x1b[" in text
-        assert "real: ended, accuracy" in text.splitlines()[-1]
+        assert "real: finished, accuracy" in text.splitlines()[-1]
         assert process.wait(timeout=60) == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    run = read_run(folder)
-    (logged,), problems = read_wandb_runs(tmp_path)
-    assert problems == []
-    assert (logged.name, logged.seed, logged.clock) == (run.name, run.seed, run.clock)
-    assert logged.config == run.config
-    assert list(logged.rows) == [row for row in run.rows if row["kind"] != "plan"]
-    assert logged.measures() == run.measures()
-    assert cells(compare([logged])) == cells(compare([run]))
-    check_wandb_sorts(folder)
 
 
-def check_wandb_sorts(folder: Path) -> None:
-    """Groups, kinds and summary keys as wandb's tables want them."""
-    from cocod_accel.report.wandb_files import find_wandb_files, records
-    from wandb.proto import wandb_internal_pb2
+#: Trains in this process, and says what wandb's own run object was given and then holds.
+WANDB_CODE = """
+import json, sys
+import wandb
 
-    record_type: Any = vars(wandb_internal_pb2)["Record"]
-    group, job, summary, bests = "", "", {}, {}
-    for payload in records(find_wandb_files(folder)[0].read_bytes()):
-        record = record_type()
-        record.ParseFromString(payload)
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            group, job = record.run.run_group, record.run.job_type
-        elif kind == "summary":
-            summary.update({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.summary.update})
-        elif kind == "metric" and record.metric.name == "eval/accuracy":
-            bests["accuracy"] = record.metric.summary.max
-    assert (group, job) == ("real", "cocod")
-    assert bests == {"accuracy": True}
-    times = {key: value for key, value in summary.items() if key.startswith("time_to_accuracy.")}
-    assert times.keys() == {"time_to_accuracy.0.001"}, "no words in a column of numbers"
-    assert isinstance(times["time_to_accuracy.0.001"], float)
-    assert summary["train_seconds"] == read_run(folder).measures()["train_seconds"]
+calls = {"log": [], "define_metric": []}
+runs = []
+
+def noting(name):
+    real = getattr(wandb.Run, name)
+    def call(run, *given, **options):
+        runs.append(run)
+        calls[name].append([list(given), options])
+        return real(run, *given, **options)
+    setattr(wandb.Run, name, call)
+
+def finish(run, *given, **options):
+    held.update({key: run.summary.get(key) for key in sys.argv[1].split(",")})  # a run that has ended shows none
+    return real_finish(run, *given, **options)
+
+noting("log")
+noting("define_metric")
+held, real_finish, wandb.Run.finish = {}, wandb.Run.finish, finish
+from cocod_accel.train import main
+code = main(sys.argv[2:])
+run = runs[0]
+assert all(other is run for other in runs)
+about = {"name": run.name, "group": run.group, "job": run.job_type, "offline": run.offline, "config": dict(run.config)}
+print(json.dumps({"code": code, **calls, **about, "held": held}))
+"""
+
+
+def test_wandb_is_told_what_the_run_folder_holds(tmp_path: Path) -> None:
+    settings = [
+        "task.name=synthetic", "model.name=mlp", "batch_size=8", "schedule.epochs=2", "schedule.warmup_epochs=0",
+        "algorithm.period=3", "cluster.num_workers=1", "cluster.device=cpu", "logging.every_steps=5", "logging.group=mine",
+        "evaluation.targets=[0.001,0.999999]", f"output={tmp_path}", "name=told", "seed=3",
+        "optimizer.learning_rate=1e-9",  # the second target is never reached
+    ]  # fmt: skip
+    keys = "final_accuracy,train_seconds,comm_bytes,time_to_accuracy.0.001,time_to_accuracy.0.999999"
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB_CODE, keys, *settings],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["code"] == 0
+    run = read_run(tmp_path / "told")
+    assert (told["name"], told["group"], told["job"], told["offline"]) == ("told", "mine", "cocod", True)
+    assert text_config(told["config"]) == run.config
+    # Every row of the folder, under wandb's names: loss as train/loss, drift as comm/drift.
+    rows = []
+    for given, options in told["log"]:
+        values = given[0]
+        if not values:
+            continue  # closes the last step
+        kind = "eval" if "eval/accuracy" in values else "train"
+        row = {"kind": kind, "step": options["step"], "train_seconds": values["train_seconds"]}
+        row |= {key.partition("/")[2]: value for key, value in values.items() if "/" in key}
+        rows.append(row)
+        assert {key.partition("/")[0] for key in values if "/" in key} == ({"eval"} if kind == "eval" else {"train", "comm"})
+    assert rows == [row for row in run.rows if row["kind"] != "plan"]
+    defined = {given[0]: options for given, options in told["define_metric"]}
+    assert all(defined[f"{kind}/*"] == {"step_metric": "train_seconds"} for kind in ("eval", "train", "comm"))
+    assert defined["eval/accuracy"] == {"step_metric": "train_seconds", "summary": "max"}
+    assert defined["eval/test_loss"]["summary"] == "min"
+    measures, held = run.measures(), told["held"]
+    assert {key: held[key] for key in ("final_accuracy", "train_seconds", "comm_bytes")} == {
+        key: measures[key] for key in ("final_accuracy", "train_seconds", "comm_bytes")
+    }
+    assert isinstance(held["time_to_accuracy.0.001"], float)
+    assert held["time_to_accuracy.0.999999"] is None, "no words in a column of numbers"
 
 
 def test_a_killed_run_is_said_to_be_one_and_still_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,6 +303,4 @@ def test_a_killed_run_is_said_to_be_one_and_still_compared(tmp_path: Path, capsy
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("killed: is not running on this machine; it was stopped or killed at step ")
     assert cli.main(["compare", str(folder)]) == 0
-    assert "cocod (unfinished)" in capsys.readouterr().out
-    assert cli.main(["compare", "--from-wandb", str(tmp_path)]) == 0
     assert "cocod (unfinished)" in capsys.readouterr().out

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "cocod_accel"
 TREES = (
     (
         "A run",
-        "settings",
+        "config/settings",
         "Config",
         "Of `cocod train`, `cocod plan`, `cocod simulate` and `accelerate launch -m cocod_accel.train`: YAML files are "
         "merged in their order, then `key.sub=value` overrides. Unknown keys, wrong types and impossible combinations are "
@@ -29,16 +29,16 @@ TREES = (
     ),
     (
         "A cluster",
-        "cluster",
+        "simulator/cluster",
         "Cluster",
         "The file that `cocod simulate` and `cocod plan --cluster` read and `cocod plan` writes: "
         "[simulating](../simulate.md#a-cluster-file).",
     ),
     (
         "A benchmark",
-        "bench/settings",
+        "../benchmarks/links/settings",
         "BenchSettings",
-        "Of `cocod bench`; `configs/bench/links.yaml` holds the defaults: [benchmarks](../benchmarks.md).",
+        "Of `make bench`; `configs/bench/links.yaml` holds the defaults: [benchmarks](../benchmarks.md).",
     ),
 )
 

@@ -18,8 +18,7 @@ from cocod_accel.runs.tables import aligned
 from cocod_accel.simulator.cluster import Cluster, WorkerGroup
 from cocod_accel.simulator.fleet import Parcel
 from cocod_accel.simulator.payloads import Parcels
-from cocod_accel.simulator.timeline import Course, Timeline
-from cocod_accel.simulator.times import step_times
+from cocod_accel.simulator.timeline import Course, Timeline, step_times
 
 #: Enough for jitter to average out, at least.
 _STEPS = 2400

@@ -21,7 +21,7 @@ class StepSettings:
 
     #: Links, each as the time of one payload over the time of one step without communication (r_1).
     ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
-    #: Who is timed: names of `cocod_accel/bench/contenders.py`.
+    #: Who is timed: names of `benchmarks/links/contenders.py`.
     contenders: list[str] = field(default_factory=lambda: list(_EVERYBODY))
     #: Larger than for accuracy: a step must be long beside what the machine's own noise is.
     batch_size: int = 128

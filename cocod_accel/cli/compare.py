@@ -1,71 +1,40 @@
-"""Everything that ``cocod compare`` reads and writes, in order; the command line only passes its options on."""
+"""``cocod compare``: runs side by side, in the terminal and as a folder of tables, figures and a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
 from pathlib import Path
 
-from cocod_accel.report.curves import scaling
-from cocod_accel.report.groups import Comparison, base_label
-from cocod_accel.report.page import render
-from cocod_accel.report.tables import markdown, results_csv, runs_csv
-from cocod_accel.runs.reading import Run, find_runs, read_run
-from cocod_accel.runs.spans import Span, read_spans
+from cocod_accel.cli.common import Commands
 
 
-def collect(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs of folders, each once, and one line for each that cannot be compared."""
-    runs: list[Run] = []
-    problems: list[str] = []
-    seen: set[Path] = set()
-    for folder in folders:
-        try:
-            found = find_runs(folder)
-        except (OSError, ValueError) as error:
-            problems.append(_said(error))
-            continue
-        for path in found:
-            if path.resolve() in seen:
-                continue
-            seen.add(path.resolve())
-            try:
-                runs.append(read_run(path))
-            except (OSError, ValueError) as error:
-                problems.append(_said(error))
-    return runs, problems
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("compare", help="compare runs: a table, the paper's figures, an interactive page")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders, or folders that contain them")
+    parser.add_argument("--target", type=float, help="target for the time to accuracy, e.g. 0.85")
+    parser.add_argument("--baseline", help="what speedups are relative to: an algorithm or a row's name; default: ssgd")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write tables, figures and report.html to this folder")
+    return parser
 
 
-def _said(error: OSError | ValueError) -> str:
-    return f"{error.filename}: cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+def run(options: argparse.Namespace) -> int:
+    from cocod_accel.report.groups import compare
+    from cocod_accel.report.tables import terminal
+    from cocod_accel.report.writing import collect, write_all
 
-
-def spans_of(comparison: Comparison) -> dict[str, list[Span]]:
-    """The spans of the first run of each group that kept some."""
-    found = {group.label: read_spans(group.first.source) for group in comparison.groups if group.first.source.is_dir()}
-    return {label: rows for label, rows in found.items() if rows}
-
-
-def write_all(comparison: Comparison, out: Path) -> list[Path]:
-    """Tables, figures and the page."""
-    from cocod_accel.report.figures import draw_figures, save_figures
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out={out}: cannot be made ({error.strerror}); give a folder") from error
-    baseline = next((g for g in comparison.groups if g.label == comparison.groups[0].baseline), comparison.groups[0])
-    growth = scaling(comparison.groups, base_label(baseline.first))
-    spans = spans_of(comparison)
-    texts = {
-        "results.md": markdown(comparison),
-        "results.csv": results_csv(comparison),
-        "runs.csv": runs_csv(comparison),
-        "report.html": render(comparison, growth, spans),
-    }
-    try:
-        for name, text in texts.items():
-            (out / name).write_text(text, encoding="utf-8")
-        figures = save_figures(draw_figures(comparison, growth, spans), out)
-    except OSError as error:
-        raise ValueError(f"--out={out}: cannot be written ({error.strerror})") from error
-    return [*(out / name for name in texts), *figures]
+    if not options.runs:
+        raise ValueError("RUN: none given; name run folders, or a folder that contains them")
+    runs, problems = collect(options.runs)
+    if not runs:
+        raise ValueError(problems[0] if len(problems) == 1 else f"{problems[0]} (and {len(problems) - 1} more like it)")
+    comparison = compare(runs, options.target, options.baseline)
+    print(terminal(comparison))
+    for problem in problems:
+        print(f"skipped: {problem}", file=sys.stderr)
+    if options.out is None:
+        print("for figures and an interactive page, add --out DIR")
+    else:
+        written = write_all(comparison, options.out)
+        print(f"{len(written)} files in {options.out}; open {options.out / 'report.html'}")
+    return 0

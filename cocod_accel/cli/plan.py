@@ -1,85 +1,71 @@
-"""``cocod plan``: what was measured, what to take and why, what to expect, and the command that does it."""
+"""``cocod plan``: measures this cluster, or reads one, and says what to train with and what to expect."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
-from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.plan.recommend import Advice, Expected, advise
-from cocod_accel.report.curves import Scaling
-from cocod_accel.report.figures import draw_expected, save_figures
-from cocod_accel.runs.tables import aligned
-from cocod_accel.simulator.cluster import Cluster
-
-#: Longer lists of workers are not shown one by one.
-_MOST_ROWS = 12
-
-
-def run(cluster: Cluster, arguments: Sequence[str], out: Path) -> Advice:
-    """Plan, print, and leave the picture in ``out``."""
-    advice = advise(cluster, arguments)
-    print(report(cluster, advice, arguments))
-    out.mkdir(parents=True, exist_ok=True)
-    paths = save_figures(draw_expected(scaling_of(advice.expected)), out)
-    print(f"\npicture: {', '.join(map(str, paths))}")
-    return advice
+from cocod_accel.cli.common import (
+    Commands,
+    add_accelerate_config,
+    add_configs,
+    add_workers,
+    check_at_least,
+    start_workers,
+)
+from cocod_accel.config.strict import ConfigError
 
 
-def report(cluster: Cluster, advice: Advice, arguments: Sequence[str]) -> str:
-    width = max(len(f"{what}: {value}") for what, value, _ in advice.reasons)
-    reasons = [f"  {f'{what}: {value}'.ljust(width)}   {why}" for what, value, why in advice.reasons]
-    command = shlex.join(["cocod", "train", *arguments, *advice.overrides])
-    blocks = [
-        *_cluster_tables(cluster),
-        "\n".join(["recommended", *reasons, *(f"  warning: {warning}" for warning in advice.warnings)]),
-        f"expected speedup over one worker of speed 1 alone (simulated)\n{_expected_table(advice.expected)}",
-        f"run\n  {command}",
-    ]
-    return "\n\n".join(blocks)
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("plan", help="measure this cluster, or read one; say what to train with and what to expect")
+    add_configs(parser, "what to train, as for cocod train")
+    parser.add_argument("--cluster", metavar="CLUSTER.yaml", help="plan for this cluster file; measure nothing")
+    add_workers(parser, "number of workers to measure; with --cluster: resize it, keeping its mix")
+    parser.add_argument(
+        "--save", type=Path, default=Path("cluster.yaml"), metavar="FILE", help="where to save; default: cluster.yaml"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser.add_argument("--seconds", type=float, default=40.0, help="about how long to measure; default: 40")
+    add_accelerate_config(parser)
+    parser.add_argument("--out", type=Path, default=Path("plan"), metavar="DIR", help="folder of the figure; default: plan")
+    return parser
 
 
-def _cluster_tables(cluster: Cluster) -> list[str]:
-    """What the plan is of."""
-    about = f": {cluster.description}" if cluster.description else ""
-    rows = [["workers", "", "count", "speed", "ms/step", "jitter"]]
-    for group in cluster.workers[:_MOST_ROWS]:
-        figures = [f"{group.speed:g}", f"{1e3 * cluster.step_seconds / group.speed:.2f}", f"{group.jitter:.1%}"]
-        rows.append([group.name, "", str(group.count), *figures])
-    if len(cluster.workers) > _MOST_ROWS:
-        rows.append([f"and {len(cluster.workers) - _MOST_ROWS} more groups", "", "", "", "", ""])
-    fixed = cluster.fixed_seconds / cluster.step_seconds
-    notes = [
-        f"batches of {cluster.batch_size}; {fixed:.0%} of a step does not depend on the batch",
-        f"while a transfer is under way, computing loses {cluster.interference:.1%}",
-    ]
-    blocks = [f"cluster {cluster.name}{about}\n{aligned(rows)}", "\n".join(notes)]
-    network = cluster.network
-    if network.allreduce is not None:
-        table = [["all-reduce", "", "ms", "Mbit/s"]]
-        for size, seconds in network.allreduce:
-            table.append([f"{size / 1e6:.3f} MB", "", f"{1e3 * seconds:.2f}", f"{8 * size / seconds / 1e6:.0f}"])
-        blocks.insert(1, aligned(table))
-    else:
-        link = f"{network.bandwidth_gbit:g} Gbit/s, {network.latency_us:g} us"
-        blocks.insert(1, f"{network.topology} all-reduce over {link}")
-    return blocks
+def run(options: argparse.Namespace) -> int:
+    from cocod_accel.plan.recommend import advise
+    from cocod_accel.plan.tables import report, scaling_of
+    from cocod_accel.report.figures import draw_expected, save_figures
+    from cocod_accel.simulator.cluster import load_cluster
+
+    check_at_least("--workers", options.workers, 1)
+    path = options.save if options.cluster is None else options.cluster
+    if options.cluster is None:
+        code = _measure(options)
+        if code:
+            return code
+    cluster = load_cluster(path)
+    if options.cluster is not None and options.workers is not None:
+        cluster = cluster.resized(options.workers)
+    advice = advise(cluster, options.configs)
+    print(report(cluster, advice, options.configs))
+    options.out.mkdir(parents=True, exist_ok=True)
+    figures = save_figures(draw_expected(scaling_of(advice.expected)), options.out)
+    print(f"\nfigure: {', '.join(map(str, figures))}")
+    if options.cluster is None:
+        again = shlex.join(["cocod", "plan", *options.configs, "--cluster", str(path)])
+        print(f"measured: {path}; to plan from it again: {again}")
+    return 0
 
 
-def _expected_table(expected: Sequence[Expected]) -> str:
-    rows = [["workers", "period", *ALGORITHMS, "linear"]]
-    for row in expected:
-        speedups = [row.speedups[name] for name in ALGORITHMS]
-        cells = ["-" if speedup is None else f"{speedup:.2f}" for speedup in speedups]
-        rows.append([str(row.num_workers), "-" if row.period is None else str(row.period), *cells, f"{row.linear:.2f}"])
-    return aligned(rows)
+def _measure(options: argparse.Namespace) -> int:
+    """Start workers that measure and write ``--save``."""
+    from cocod_accel.plan.measure import MODULE
 
-
-def scaling_of(expected: Sequence[Expected]) -> Scaling:
-    series: dict[str, list[tuple[int, float]]] = {name: [] for name in ALGORITHMS}
-    for row in expected:
-        for name, speedup in row.speedups.items():
-            if speedup is not None:
-                series[name].append((row.num_workers, speedup))
-    return Scaling("one worker alone", {name: found for name, found in series.items() if found}, 1)
+    if options.save.exists() and not options.force:
+        raise ConfigError(f"--save={options.save}: already exists; plan from it with --cluster, or add --force")
+    if not options.save.absolute().parent.is_dir():
+        raise ConfigError(f"--save={options.save}: its folder does not exist; create it first")
+    if not 0 < options.seconds <= 3600:
+        raise ConfigError(f"--seconds={options.seconds:g}: must be positive and at most 3600")
+    return start_workers(options, module=MODULE, arguments=[str(options.save), str(options.seconds)])

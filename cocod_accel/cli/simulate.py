@@ -2,78 +2,88 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.config.settings import Config
+from cocod_accel.cli.common import Commands, add_configs, add_workers, check_at_least
 from cocod_accel.config.strict import ConfigError, require_choice
-from cocod_accel.runs.tables import aligned
-from cocod_accel.simulator.cluster import Cluster
-from cocod_accel.simulator.folders import write
-from cocod_accel.simulator.learning import Learning
-from cocod_accel.simulator.simulate import Simulated, configured, simulate
+
+if TYPE_CHECKING:
+    from cocod_accel.config.settings import Config
+    from cocod_accel.simulator.cluster import Cluster
 
 _OUT = Path("runs/simulated")
-#: Steps whose spans are kept, if nobody says otherwise.
+#: Steps whose spans are kept by default.
 _SPAN_STEPS = 200
 
 
-def run(
-    cluster: Cluster,
-    arguments: list[str],
-    algorithms: str | None = None,
-    *,
-    steps: int | None = None,
-    spans: int | None = None,
-    out: Path | None = None,
-    learns: bool = False,
-) -> list[Path]:
-    """Simulate, print the table, and leave a run folder for each algorithm.
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("simulate", help="what to expect on a cluster you do not have, in virtual time")
+    parser.add_argument("cluster", metavar="CLUSTER.yaml", help="e.g. configs/cluster/paper.yaml")
+    add_configs(parser, "what to train, as for cocod train")
+    parser.add_argument("--algorithms", metavar="A,B", help="default: all five, or the one that algorithm.name=... names")
+    add_workers(parser, "resize the cluster to N workers, keeping its mix")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
+    parser.add_argument("--learn", action="store_true", help="also train all workers for real, in turn, in this process")
+    parser.add_argument("--spans", type=int, metavar="STEPS", help="keep the spans of this many steps; default: 200")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to create run folders; default: runs/simulated")
+    return parser
 
-    ``learns``: all workers train for real, one after the other in this process.
-    """
-    if learns and steps is not None:
-        raise ConfigError(f"--steps={steps}: does not go with --learn, which trains whole epochs; set schedule.epochs=1")
-    if spans is not None and spans < 0:
-        raise ConfigError(f"--spans={spans}: must be at least 0")
-    configs, left_out = _configs(cluster, arguments, algorithms, steps)
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, print the table, and leave a run folder for each algorithm."""
+    from cocod_accel.config.settings import Config
+    from cocod_accel.simulator.cluster import load_cluster
+    from cocod_accel.simulator.folders import write
+    from cocod_accel.simulator.learning import Learning
+    from cocod_accel.simulator.simulate import Simulated, simulate
+    from cocod_accel.simulator.tables import report
+
+    cluster = load_cluster(options.cluster)
+    check_at_least("--workers", options.workers, 1)
+    if options.workers is not None:
+        cluster = cluster.resized(options.workers)
+    if options.learn and options.steps is not None:
+        raise ConfigError(f"--steps={options.steps}: --learn trains whole epochs; drop --steps and set schedule.epochs=1")
+    check_at_least("--spans", options.spans, 0)
+    configs, skipped = _configs(cluster, options.configs, options.algorithms, options.steps)
     runs: list[Simulated] = []
     folders: list[Path] = []
     for config in configs:
-        if out is not None or config.output == Config().output:
-            config.output = str(_OUT if out is None else out)
-        kept = _SPAN_STEPS if spans is None else spans
+        if options.out is not None or config.output == Config().output:
+            config.output = str(_OUT if options.out is None else options.out)
+        kept = _SPAN_STEPS if options.spans is None else options.spans
+        kept = kept if config.logging.spans else 0
         with _bar(config.algorithm.name) as bar:
-            done = simulate(
-                cluster, config, steps=steps, span_steps=kept if config.logging.spans else 0, progress=bar.update
-            )
+            done = simulate(cluster, config, steps=options.steps, span_steps=kept, progress=bar.update)
         runs.append(done)
-        if not learns:
+        if not options.learn:
             folders.append(write(done))
             continue
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
-            learning = Learning(config, on_step=bar.update)
-            folders.append(write(done, learning.rows()))
+            folders.append(write(done, Learning(config, on_step=bar.update).rows()))
     print(report(cluster, runs))
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
     print(f"run folders: cocod compare {' '.join(map(str, folders))}")
-    return folders
+    return 0
 
 
 def _bar(what: str, total: int | None = None) -> Any:
+    from tqdm import tqdm
+
     return tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), unit="step", leave=False, dynamic_ncols=True)
 
 
 def _configs(
     cluster: Cluster, arguments: list[str], algorithms: str | None, steps: int | None
 ) -> tuple[list[Config], list[str]]:
-    """One for each algorithm; if the user chose none, those that go with the configuration, and why others do not."""
+    """One for each algorithm; if the user chose none, those that accept the configuration, and why others do not."""
+    from cocod_accel.algorithms import ALGORITHMS
+    from cocod_accel.simulator.simulate import configured
+
     asked = [argument for argument in arguments if argument.startswith("algorithm.name=")]
     if algorithms is None and asked:
         return [_named(configured(cluster, arguments, steps=steps), cluster, 1)], []
@@ -89,7 +99,7 @@ def _configs(
                 raise
             problems.append(error)
     if not configs:
-        raise problems[0]  # of them all: a file that is not there, a key that is not known
+        raise problems[0]  # all have the same one: a missing file, an unknown key
     return [_named(config, cluster, len(configs)) for config in configs], [str(problem) for problem in problems]
 
 
@@ -100,37 +110,3 @@ def _named(config: Config, cluster: Cluster, num_runs: int) -> Config:
     elif num_runs > 1:
         config.name = f"{config.name}-{config.algorithm.name}"
     return config
-
-
-def report(cluster: Cluster, runs: Sequence[Simulated]) -> str:
-    """The table, and what it is of."""
-    speeds = cluster.speeds()
-    header = ["algorithm", "period", "ms/step", "samples/s", "speedup", "exposed", "MB sent"]
-    rows = [[*_names(run), *_figures(run)] for run in runs]
-    ideal = f"{sum(speeds):g}"
-    return "\n".join(
-        [
-            f"simulated: {cluster.name}, {len(speeds)} workers, {runs[0].timeline.num_steps} steps",
-            aligned([header, *rows]),
-            f"speedup: samples a second over those of one worker of speed 1 alone; {ideal} is linear",
-            "exposed: share of the time that the worst worker was blocked; MB sent: by one worker in the whole run",
-        ]
-    )
-
-
-def _names(run: Simulated) -> list[str]:
-    config = run.config
-    sampling = " + PS" if config.cluster.proportional else ""
-    gradients = ALGORITHMS[config.algorithm.name].reduces_gradients
-    period = "-" if gradients else ", ".join(f"{k} from epoch {e}" if e else str(k) for e, k in config.period_by_epoch)
-    return [config.algorithm.name + sampling, period]
-
-
-def _figures(run: Simulated) -> list[str]:
-    return [
-        f"{1e3 * run.step_seconds:.2f}",
-        f"{run.samples_per_second:.0f}",
-        f"{run.speedup:.2f}",
-        f"{run.exposed_share:.1%}",
-        f"{run.timeline.fleet.sent_bytes / 1e6:.1f}",
-    ]

@@ -1,19 +1,20 @@
 """What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
 
-The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all
-five. Theory warns where a period that hides an average is longer than its bound, and shortens none; it only limits how much longer a
-period is made for steps that transfers slow down.
+The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all five.
+Theory warns where a period that hides an average exceeds its bound, and shortens none; it only limits how far a period is
+lengthened for steps that transfers slow down.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.config.loading import load_config, merged_config
-from cocod_accel.config.settings import Config
+from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.plan.findings import ALIKE
 from cocod_accel.simulator.cluster import Cluster
@@ -27,6 +28,8 @@ from cocod_accel.trainer.work import Work
 _WORTH_IT, _AS_GOOD = 0.05, 0.02
 #: Steps of a simulation at least, and rounds.
 _STEPS, _ROUNDS = 300, 4
+#: Settings of an algorithm that a plan decides on; the others are the user's.
+_PLANNED = ("name", "period", "payload")
 #: In this order a shorter payload is tried.
 _PAYLOADS = ("fp32", "bf16", "int8")
 #: The longest period of docs/reproduction.md that lost no accuracy on label-skewed shards; the next one, 24, did.
@@ -160,10 +163,12 @@ class _Planner:
         load_config([*arguments, *_REAL_ONLY, *own])
         #: A round is at least as many steps as a model is sent in parts.
         self.fragments = options.fragments
-        #: Why a model may travel in full only, in words; empty: it may be shortened.
-        self._full = "algorithm.fragments needs fp32" if options.fragments > 1 else ""
-        if options.pull_back or options.outer_momentum:
-            self._full = "algorithm.pull_back and outer_momentum need fp32"
+        #: Why a model may travel in full only; empty: it may be shortened.
+        self._full = ""
+        try:
+            load_config([*arguments, *_REAL_ONLY, *own, f"algorithm.payload={_PAYLOADS[-1]}"])
+        except ConfigError:
+            self._full = "other options of algorithm require fp32"
 
     @property
     def _speeds(self) -> list[float]:
@@ -177,14 +182,23 @@ class _Planner:
         uneven = is_uneven(cluster) and kind.same_period
         own = [f"cluster.proportional={str(uneven).lower()}"]
         if kind.reduces_gradients:
-            own += ["algorithm.period=1", "algorithm.payload=fp32", "algorithm.outer_momentum=0"]
+            own += ["algorithm.period=1", "algorithm.payload=fp32"]
         else:
             own += [f"algorithm.period={period}", f"algorithm.payload={payload}"]
         if self._given.algorithm.optimizer_state not in kind.optimizer_policies:
             own.append("algorithm.optimizer_state=keep")
-        if algorithm != "cocod":
-            own += ["algorithm.fragments=1", "algorithm.pull_back=0"]
+        own += self._defaults_of_others(kind)
         return configured(cluster, [*self._arguments, *_REAL_ONLY, *own], algorithm, steps)
+
+    def _defaults_of_others(self, kind: type[Algorithm]) -> list[str]:
+        """What the user has set of options that an algorithm does not take, back to the defaults."""
+        taken, default = inspect.signature(kind).parameters, AlgorithmConfig()
+        names = [option.name for option in fields(AlgorithmConfig) if option.name not in (*_PLANNED, *taken)]
+        return [
+            f"algorithm.{name}={_value(getattr(default, name))}"
+            for name in names
+            if getattr(self._given.algorithm, name) != getattr(default, name)
+        ]
 
     def payload(self, cluster: Cluster) -> tuple[str, int, list[tuple[str, str, str]], list[str]]:
         """The longest payload whose period theory does not mind, that period, and what there is to say."""
@@ -255,9 +269,9 @@ class _Planner:
         own.append(f"algorithm.period={1 if reduces else planned.period_by_epoch[-1][1]}")
         if not reduces or given.algorithm.payload != options.payload:
             own.append(f"algorithm.payload={options.payload}")
-        for key in ("optimizer_state", "fragments", "pull_back", "outer_momentum"):
+        for key in (option.name for option in fields(options) if option.name not in _PLANNED):
             if getattr(given.algorithm, key) != getattr(options, key):
-                own.append(f"algorithm.{key}={getattr(options, key)}")
+                own.append(f"algorithm.{key}={_value(getattr(options, key))}")
         own.append(f"cluster.num_workers={cluster.num_workers}")
         by_speed = planned.cluster.proportional or not ALGORITHMS[options.name].same_period
         if by_speed:
@@ -272,6 +286,11 @@ class _Planner:
             own.append("emulate.slowdown=null")
         load_config([*self._arguments, *own])
         return own
+
+
+def _value(value: object) -> str:
+    """As an override spells it."""
+    return "null" if value is None else str(value)
 
 
 def is_uneven(cluster: Cluster) -> bool:

@@ -147,7 +147,7 @@ def scaling_section(scaling: Scaling | None) -> str:
 
 def timeline_section(timelines: Sequence[Mapping[str, Any]]) -> str:
     if not timelines:
-        return '<p class="quiet">These runs kept no spans, or were read from wandb, so there is no timeline.</p>'
+        return '<p class="quiet">These runs kept no spans, so there is no timeline.</p>'
     options = "".join(f'<option value="{i}">{escape(t["label"])}</option>' for i, t in enumerate(timelines))
     seen = [name for name in NAMES if any(name in worker["spans"] for t in timelines for worker in t["workers"])]
     cuts = [

@@ -1,4 +1,4 @@
-"""A run that is running, in the terminal, from its folder alone.
+"""The progress of a run in the terminal, from its folder alone.
 
 Rows of worker 0 arrive every few steps, the spans of all workers at the end of every epoch. Whether anybody still works on
 the folder is seen in the kernel's list of locks: looking must not take the lock, or a run that wants to go on would
@@ -114,7 +114,7 @@ def lines(now: Snapshot) -> list[str]:
         part = f" ({waited / stepped:.0%} of its steps)" if stepped else ""
         said.append(f"worker {rank:<3d} waited {waited:.1f} s for communication{part}")
     if not now.waits:
-        said.append("waiting of each worker: after the first epoch")
+        said.append("waiting times: after the first epoch")
     return said
 
 
@@ -188,7 +188,7 @@ def _ended(folder: Path) -> str:
     clock = str(summary.get("clock", "real"))
     time_of = "training" if clock == "real" else f"{clock} training"
     return (
-        f"{folder.name}: ended{learnt} after {duration(summary['train_seconds'])} of {time_of}; "
+        f"{folder.name}: finished{learnt} after {duration(summary['train_seconds'])} of {time_of}; "
         f"waited {summary['comm_exposed_seconds']:.1f} s for communication"
     )
 
@@ -197,7 +197,7 @@ def _stopped(now: Snapshot, age: float) -> str:
     where = f"at step {now.step}, epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}"
     return (
         f"{now.name}: is not running on this machine; it was stopped or killed {where}, {duration(age)} ago; "
-        "the same cocod train line goes on with it"
+        "rerun the same cocod train command to resume it"
     )
 
 

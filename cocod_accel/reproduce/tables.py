@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cocod_accel.reproduce.grid import HETEROGENEOUS, HOMOGENEOUS, MIXED, MODELS, NAMES, REMEDIES, Cell
+from cocod_accel.reproduce.intervals import Interval
 from cocod_accel.reproduce.running import Row, evaluations
 from cocod_accel.runs.tables import aligned
 
@@ -28,10 +29,6 @@ PAPER = {
         "vgg16": {"ssgd": 93.09, "ssgd_ps": 92.96, "pipe": 92.36, "pipe_ps": 92.71, "asynlocal": 93.24, "cocod": 92.69},
     },
 }  # fmt: skip
-#: A loss of accuracy that must be excluded, in points.
-MARGIN = 1.5
-#: Two-sided 95% quantiles of Student's t, by degrees of freedom.
-_T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _DIVERGED = "diverged"
 
 
@@ -80,35 +77,6 @@ def mean_of(rows: dict[int, Row], key: str) -> float | None:
     """Over seeds; of times, which do not depend on what was learnt."""
     found = [row[key] for row in rows.values() if "failed" not in row]
     return statistics.fmean(found) if found else None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A paired difference in points, over seeds, with its 95% confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, ours: dict[int, float], theirs: dict[int, float]) -> Interval | None:
-        differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-        if len(differences) < 2:
-            return None
-        n, mean = len(differences), statistics.fmean(differences)
-        quantile = _T95[n - 1] if n - 1 < len(_T95) else 1.96
-        half = quantile * statistics.stdev(differences) / math.sqrt(n)
-        return cls(mean, mean - half, mean + half, n)
-
-    @property
-    def verdict(self) -> str:
-        if self.low > -MARGIN:
-            return f"excludes a loss of more than {MARGIN:g} points"
-        return "undecided" if self.high > -MARGIN else f"a loss of more than {MARGIN:g} points"
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.2f} points (95% {self.low:+.2f} to {self.high:+.2f}, n={self.n}): {self.verdict}"
 
 
 def difference(ours: dict[int, Row], theirs: dict[int, Row]) -> str | None:

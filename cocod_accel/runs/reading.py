@@ -44,9 +44,9 @@ class Run:
     """One run: where it came from, how it was configured, what it measured."""
 
     name: str
-    #: The run folder, or the newest of its wandb files.
+    #: The run folder.
     source: Path
-    #: Resolved, flat; values as text, so that a YAML file and wandb's JSON give equal ones.
+    #: Resolved and flat, values as text, with defaults for settings newer than the run.
     config: Mapping[str, str]
     rows: Sequence[Mapping[str, Any]]
     #: ``summary.json``; None: the run has not ended, or was killed.

@@ -11,6 +11,7 @@ When something happens is not told here. A row says after which step, and a time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,6 @@ from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
-from cocod_accel.simulator.turns import Turns
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
 from cocod_accel.trainer.launch import threads_of_each
@@ -78,6 +78,43 @@ class _Learner:
     #: Of all workers, as far as this one knows.
     samples: float = 0.0
     all_samples_per_own: float = 1.0
+
+
+class Turns:
+    """Whose random numbers and threads are in force.
+
+    Each process of a real run draws from its own generators (python's, numpy's, torch's). Here a worker's are put away while
+    another one computes, and the caller gets its own back whenever it has the process again.
+    """
+
+    def __init__(self, states: Sequence[dict[str, Any]], threads: int) -> None:
+        self._states = list(states)
+        self._threads = threads
+        self._acting: int | None = None
+
+    @contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Inside, workers compute; afterwards random numbers and threads are the caller's again."""
+        threads = torch.get_num_threads()
+        with kept_randomness():
+            torch.set_num_threads(self._threads)
+            try:
+                yield
+            finally:
+                self._rest()
+                torch.set_num_threads(threads)
+
+    def become(self, rank: int) -> None:
+        """From now on random numbers are those of worker ``rank``."""
+        if self._acting != rank:
+            self._rest()
+            set_random_state(self._states[rank])
+            self._acting = rank
+
+    def _rest(self) -> None:
+        if self._acting is not None:
+            self._states[self._acting] = random_state()
+            self._acting = None
 
 
 class Learning:

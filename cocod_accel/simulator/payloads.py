@@ -46,7 +46,7 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
         raise ConfigError(
             f"algorithm.fragments={algorithm.fragments}: is more than the model's {len(parameters)} trainable parameters"
         )
-    extras = buffers + parameters * _num_states(config) if algorithm.optimizer_state == "average" else buffers
+    num_states = _num_states(config) if algorithm.optimizer_state == "average" else 0
 
     def parcel(*collectives: Sequence[Tensor]) -> Parcel:
         payloads = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in collectives]
@@ -55,17 +55,20 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
             sum(ring_bytes(tensors, cluster.num_workers) for tensors in collectives),
         )
 
+    gradients = Parcel(0.0, 0)
+    parts: list[Parcel] = []
     if algorithm.reduces_gradients:
         # S-SGD sends gradients as they are, Pipe-SGD a flat copy of them in float32 at least.
         flat = [p.detach() for p in parameters] if algorithm.name == "ssgd" else FlatCopy(parameters).buffers
-        gradients, parts = parcel(flat), []
+        gradients = parcel(flat)
     else:
-        cut = [parameters[these] for these in balanced_cuts(sizes, algorithm.fragments)]
-        gradients = Parcel(0.0, 0)
-        parts = [
-            parcel(*_collectives(p, extras if algorithm.sends_buffers else [], algorithm, cluster.num_workers)) for p in cut
-        ]
-    return Parcels(gradients, tuple(parts), parcel(FlatCopy(parameters, extras).buffers))
+        for index, these in enumerate(balanced_cuts(sizes, algorithm.fragments)):
+            own = parameters[these]
+            extras: list[Tensor] = []
+            if algorithm.sends_buffers:  # buffers belong to no parameter; they go with part 0
+                extras = own * num_states + (buffers if index == 0 else [])
+            parts.append(parcel(*_collectives(own, extras, algorithm, cluster.num_workers)))
+    return Parcels(gradients, tuple(parts), parcel(FlatCopy(parameters, buffers + parameters * num_states).buffers))
 
 
 def _collectives(

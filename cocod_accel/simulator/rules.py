@@ -1,6 +1,7 @@
 """When each algorithm sends and when it waits: the timing of ``algorithms/``, for all workers at once.
 
-A rule sees what the method itself sees: steps, the turn of a part, the end of a round, the end of the run.
+A rule sees what the method itself sees: steps, the turn of a part, the end of the run. A model that is sent whole is one
+part, and part 0 has its turn where a round ends.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ class Rule:
         self.fleet.compute(work)
 
     def part_due(self, part: int) -> None:
-        raise AssertionError("sends models whole")
-
-    def round_ends(self) -> None:
-        """Every worker has taken its steps of a round."""
+        """Every worker has come to the turn of a part."""
 
     def drain(self) -> None:
         """Wait for what is in flight."""
@@ -57,10 +55,10 @@ class PipeRule(Rule):
 
 
 class LocalRule(Rule):
-    """A round ends with the mean of its models."""
+    """Everybody waits for the mean of a part where it has its turn."""
 
-    def round_ends(self) -> None:
-        self.fleet.wait(self.fleet.join(self.parcels.parts[0]))
+    def part_due(self, part: int) -> None:
+        self.fleet.wait(self.fleet.join(self.parcels.parts[part]))
 
 
 class CoCoDRule(Rule):
@@ -75,9 +73,6 @@ class CoCoDRule(Rule):
         if part in self._pending:
             self.fleet.wait(self._pending[part])
         self._pending[part] = self.fleet.join(self.parcels.parts[part])
-
-    def round_ends(self) -> None:
-        self.part_due(0)
 
     def drain(self) -> None:
         for part in sorted(self._pending):

@@ -13,9 +13,16 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.payloads import parcels_of
-from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
-from cocod_accel.simulator.timeline import Course, Timeline
-from cocod_accel.simulator.times import mean_seconds, step_times
+from cocod_accel.simulator.rules import RULES
+from cocod_accel.simulator.timeline import (
+    Course,
+    SpanSample,
+    Timeline,
+    chosen_ranks,
+    mean_seconds,
+    middle_window,
+    step_times,
+)
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import StepTimes
 from cocod_accel.theory.hiding import choose_period
@@ -105,7 +112,9 @@ def title(cluster: Cluster) -> str:
 
 def _refuse(config: Config) -> None:
     """What a simulation would have to leave out."""
-    emulated, cluster = config.emulated, config.cluster
+    emulated, cluster, name = config.emulated, config.cluster, config.algorithm.name
+    if name not in RULES:
+        raise ConfigError(f"algorithm.name={name}: is not simulated; choose from {', '.join(RULES)}")
     if emulated is not None:
         raise ConfigError(f"emulate: {emulated} is for real runs; describe workers and network in the cluster file")
     if cluster.workers_per_replica != 1:

@@ -1,0 +1,99 @@
+"""What several commands share: their options, the checks of these, and the start of workers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from cocod_accel.config.strict import ConfigError, found
+
+#: What ``add_subparsers`` returns.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+CONFIGS_HELP = "configuration files, merged in order, then overrides"
+
+
+def add_configs(parser: argparse.ArgumentParser, help_text: str = CONFIGS_HELP, metavar: str = "A.yaml|key=value") -> None:
+    """Files and overrides; overrides may also follow options."""
+    parser.add_argument("configs", nargs="*", metavar=metavar, help=help_text)
+
+
+def add_workers(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument("--workers", type=int, metavar="N", help=help_text)
+
+
+def add_accelerate_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--accelerate-config",
+        type=Path,
+        metavar="FILE",
+        help="accelerate configuration to use instead of this machine's default, e.g. one with DeepSpeed",
+    )
+
+
+def check_at_least(option: str, value: int | None, least: int) -> None:
+    """Refuse an option's value that is too small; None: not given."""
+    if value is not None and value < least:
+        raise ConfigError(f"{option}={value}: must be at least {least}")
+
+
+def start_workers(
+    options: argparse.Namespace,
+    *,
+    module: str | None = None,
+    arguments: Sequence[str] = (),
+    max_restarts: int = 0,
+    dry_run: bool = False,
+) -> int:
+    """Check the configuration, print the ``accelerate launch`` command for this machine and run it; the exit code.
+
+    Args:
+        options: with ``configs``, ``workers`` and ``accelerate_config``.
+        module: what workers run; None: the trainer.
+        arguments: passed to it before those of the configuration.
+    """
+    from cocod_accel.config.loading import load_training_config
+    from cocod_accel.tasks import build_task
+    from cocod_accel.trainer.launch import TRAINER, launch_command
+
+    check_at_least("--workers", options.workers, 1)
+    check_at_least("--max-restarts", max_restarts, 0)
+    given = None if options.accelerate_config is None else found(options.accelerate_config)
+    if given is not None and not given.is_file():
+        raise ConfigError(f"--accelerate-config={given}: no such file; see configs/accelerate")
+    configs = list(options.configs)
+    if options.workers is not None:
+        configs.append(f"cluster.num_workers={options.workers}")
+    config = load_training_config(configs)
+    build_task(config)  # missing data is reported here, once, and not by every worker
+    use_gpu = False if config.cluster.device == "cpu" else None
+    num_workers = config.cluster.num_workers
+    command = launch_command(num_workers, [*arguments, *configs], use_gpu, max_restarts, given, module or TRAINER)
+    print(shlex.join(command), flush=True)
+    return 0 if dry_run else _launch(command)
+
+
+def _launch(command: list[str]) -> int:
+    """Run an ``accelerate launch`` command in this process, without its traceback when a worker fails."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable(logging.CRITICAL)  # the launcher's own account of a failure: the worker has said what happened
+    try:
+        launch_command(launch_command_parser().parse_args(command[2:]))
+    except ChildFailedError as error:
+        # The first to fail is the cause; the launcher ended the others.
+        code = int(error.get_first_failure()[1].exitcode)
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except SystemExit as error:
+        return int(error.code or 0)
+    return 0
