@@ -1,31 +1,64 @@
-"""The table in docs/features.md, made from the tests themselves: python -m tests.feature_table."""
+"""The table in docs/features.md, generated from the tests themselves: python -m tests.feature_table.
+
+A mark links to the line below the table that names its test; a reason why something is refused is a footnote.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from cocod_accel import ALGORITHMS
 from tests import test_accelerate, test_deepspeed, test_features
 
+#: Stands for an algorithm's name in the id of a test.
+NAME = "NAME"
 
-def rows() -> Iterator[tuple[str, dict[str, str]]]:
-    """A feature, and the cell of every algorithm."""
-    for feature_name, feature in test_features.FEATURES.items():
-        yield (
-            feature_name,
-            {name: feature.refused.get(name) or f"`F[{feature_name}-{name}]`" for name in ALGORITHMS},
-        )
-    micro_batches = test_accelerate.MICRO_BATCHES
-    yield "gradient accumulation (`accelerator.accumulate`)", {n: f"`A[{n}-{micro_batches}]`" for n in ALGORITHMS}
+
+@dataclass(frozen=True)
+class Row:
+    """A feature, the test that proves it for each algorithm, and the algorithms that refuse it, with the reason."""
+
+    feature: str
+    test: str
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.feature.lower()).strip("-")
+
+
+def rows() -> Iterator[Row]:
+    for name, feature in test_features.FEATURES.items():
+        yield Row(name, _id(test_features.test_it_equals_the_reference, f"{name}-{NAME}"), feature.refused)
+    test = test_accelerate.test_an_accelerate_loop_equals_the_reference
+    yield Row("gradient accumulation (`accelerator.accumulate`)", _id(test, f"{NAME}-{test_accelerate.MICRO_BATCHES}"))
     for mode in test_deepspeed.MODES:
-        yield f"DeepSpeed stage 0, {mode}", {name: f"`D[{mode}-{name}]`" for name in ALGORITHMS}
+        yield Row(f"DeepSpeed stage 0, {mode}", _id(test_deepspeed.test_an_engine_trains_like_ddp, f"{mode}-{NAME}"))
+
+
+def _id(test: Callable[..., None], case: str) -> str:
+    return f"tests/{Path(test.__code__.co_filename).name}::{test.__name__}[{case}]"
 
 
 def table() -> str:
-    lines = [f"| feature | {' | '.join(ALGORITHMS)} |", "| --- " * (1 + len(ALGORITHMS)) + "|"]
-    for feature_name, cells in rows():
-        shown = (cell if cell.startswith("`") else f"refused: {cell}" for cell in cells.values())
-        lines.append(f"| {feature_name} | {' | '.join(shown)} |")
+    """The marks, the reasons, and the tests."""
+    found = list(rows())
+    assert len({row.anchor for row in found}) == len(found), "two features with one anchor"
+    reasons = list(dict.fromkeys(reason for row in found for reason in row.refused.values()))
+    lines = [f"| feature | {' | '.join(ALGORITHMS)} |", "| --- |" + " :---: |" * len(ALGORITHMS)]
+    for number, row in enumerate(found, 1):
+        marks = (
+            f"[✗][{number}] [^{reasons.index(row.refused[name]) + 1}]" if name in row.refused else f"[✓][{number}]"
+            for name in ALGORITHMS
+        )
+        lines.append(f"| {row.feature} | {' | '.join(marks)} |")
+    lines += ["", *(f"[{number}]: #{row.anchor}" for number, row in enumerate(found, 1))]
+    lines += ["", *(f"[^{number}]: {reason}." for number, reason in enumerate(reasons, 1))]
+    lines += ["", "## The tests", "", f'`{NAME}` stands for the name of a column. `pytest "ID"` runs one test.', ""]
+    lines += [f'* <a id="{row.anchor}"></a>\n  {row.feature}:\n  `{row.test}`' for row in found]
     return "\n".join(lines) + "\n"
 
 

@@ -274,3 +274,11 @@ def test_links_of_the_readme_lead_somewhere() -> None:
             parts = urlsplit(address)
             if not parts.scheme and parts.path:
                 assert (ROOT / parts.path).exists(), f"{name} -> {address}"
+
+
+def test_prose_wraps_at_120_characters() -> None:
+    """Tables and formulas cannot be wrapped, and code says what it says."""
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "examples" / "README.md", ROOT / "launch" / "README.md"]:
+        text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        wide = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "$$"))]
+        assert wide == [], path.name
