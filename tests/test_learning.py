@@ -461,7 +461,7 @@ def test_a_loss_that_is_no_number_names_worker_and_step_and_enters_no_average(pe
     with pytest.raises(NonFiniteLossError, match="worker 1: the loss is not finite at step 6; lower the learning rate"):
         kinds.extend(row.kind for row in learning.rows())
     assert "eval" not in kinds
-    assert learning._lockstep.workers[0].replica.traffic.num_bytes == 0, "the round of the bad loss was launched"
+    assert learning._lockstep.workers[0].driver.replica.route.traffic.num_bytes == 0, "the round of the bad loss was launched"
 
 
 class Unused(nn.Module):

@@ -120,7 +120,7 @@ def _serve(pipe: Connection) -> None:
             return
         _clean_up(environment)
         is_reusable = process.is_as_new()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # another rank of the call failed: this one is not asked again
+        with contextlib.suppress(OSError):  # another rank of the call failed: this one is not asked again
             pipe.send_bytes(pickle.dumps(is_reusable))
         if not is_reusable:
             return

@@ -117,7 +117,7 @@ class Algorithm:
         rule = Rule(self.outer, self.own_share)
         replica = Replica(parameters, buffers, route, rule=rule, codec=self.payload, num_parts=self.fragments)
         if self.optimizer_state == "average":
-            replica.optimizer_tensors = lambda: state_tensors(optimizers)
+            replica.optimizer_tensors = lambda those: state_tensors(optimizers, those)
         return replica
 
     def bind(self, replica: Replica) -> Self:
@@ -173,13 +173,15 @@ class Algorithm:
         """Go on from :meth:`state`; None: nothing was in flight."""
 
 
-def state_tensors(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Optimizer state of a parameter's shape: momentum, second moments; not step counters."""
+def state_tensors(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Optimizer state of these parameters' shapes: momentum, second moments; not step counters."""
+    wanted = {id(parameter) for parameter in parameters}
     return [
         value
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if id(parameter) in wanted
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
     ]

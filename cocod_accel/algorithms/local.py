@@ -15,7 +15,7 @@ class LocalSGD(Algorithm):
     With ``optimizer_state="average"``, momentum and other optimizer state of a parameter's shape is averaged too. With
     ``outer=Outer(...)`` workers take x_i <- z, which follows the means (:mod:`cocod_accel.averaging.rules`);
     ``Outer(0.7, 0.9, nesterov=True)`` is DiLoCo. With ``fragments=P``, part p is averaged floor(p k / P) steps into every
-    round; buffers and optimizer state travel with part 0.
+    round; buffers travel with part 0, averaged optimizer state with its own part.
     """
 
     name: ClassVar[str] = "local"

@@ -60,8 +60,8 @@ class Replica:
         sizes = [as_real(parameter).numel() for parameter in self.parameters]
         cuts = balanced_cuts(sizes, num_parts) if num_parts > 1 else [slice(None)]
         self.parts = [Part(self.parameters[these], route, rule=rule, codec=codec) for these in cuts]
-        #: Optimizer state that is averaged by value wherever buffers are, except for evaluation; None: it stays local.
-        self.optimizer_tensors: Callable[[], list[Tensor]] | None = None
+        #: The optimizer state of some parameters, averaged by value with them, except for evaluation; None: it stays local.
+        self.optimizer_tensors: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
         self._exact: Part | None = None
         self._exact_drift: Drift | None = None
         self._num_evaluations = 0
@@ -69,8 +69,12 @@ class Replica:
     # ---- verbs of an algorithm
 
     def launch(self, part: int = 0, *, with_buffers: bool = False) -> None:
-        """Keep x_t of a part and start its average in the background; buffers may travel with the first part."""
-        self.parts[part].launch(self._extras() if with_buffers and part == 0 else ())
+        """Keep x_t of a part and start its average in the background.
+
+        ``with_buffers``: floating buffers travel with the first part, optimizer state that is averaged with its own.
+        """
+        chosen = self.parts[part]
+        chosen.launch(self._extras(chosen.parameters, with_buffers=part == 0) if with_buffers else ())
 
     def merge(self, part: int = 0) -> None:
         """x <- x + (mean_t - x_t), or what else the rule says, if an average of this part is in flight."""
@@ -116,7 +120,7 @@ class Replica:
     def launch_exact(self) -> None:
         """The first half of :meth:`equalise`: start the mean, in full."""
         self._exact = Part(self.parameters, self.route, kind=Kind.FINISH)
-        self._exact.launch(self._extras())
+        self._exact.launch(self._extras(self.parameters, with_buffers=True))
 
     def adopt_exact(self) -> None:
         """The second half: wait for it, and take it."""
@@ -198,7 +202,7 @@ class Replica:
             return 0.0
         extras = self._floating_buffers() if with_buffers else []
         if with_buffers and self.optimizer_tensors is not None:
-            extras += self.optimizer_tensors()
+            extras += self.optimizer_tensors(self.parameters)
         flat = FlatCopy(self.parameters, extras)
         payload = [torch.zeros_like(buffer) for buffer in flat.buffers]
         if codec != "fp32":  # a coded exchange sends as much as a ring that sums its bytes
@@ -235,13 +239,14 @@ class Replica:
     def _floating_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.buffers() if buffer.is_floating_point()]
 
-    def _extras(self) -> list[Tensor]:
-        return self._floating_buffers() + (self._agreed_optimizer_tensors() if self.optimizer_tensors is not None else [])
+    def _extras(self, parameters: Sequence[Tensor], *, with_buffers: bool) -> list[Tensor]:
+        buffers = self._floating_buffers() if with_buffers else []
+        return buffers if self.optimizer_tensors is None else buffers + self._agreed_optimizer_tensors(parameters)
 
-    def _agreed_optimizer_tensors(self) -> list[Tensor]:
+    def _agreed_optimizer_tensors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Optimizer state, after all workers have found that theirs is alike; else it would be mixed up in silence."""
         assert self.optimizer_tensors is not None
-        tensors, everyone = self.optimizer_tensors(), self.route.everyone
+        tensors, everyone = self.optimizer_tensors(parameters), self.route.everyone
         if everyone.size > 1:
             shapes = repr([tuple(tensor.shape) for tensor in tensors]).encode()
             mark = int.from_bytes(hashlib.blake2b(shapes, digest_size=2).digest(), "big") + 1

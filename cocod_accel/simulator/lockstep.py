@@ -206,6 +206,6 @@ class Lockstep:
     def _check_optimizers(self) -> None:
         """Refuse to average what is not alike, which workers of a real run ask each other."""
         if self.workers[0].driver.replica.optimizer_tensors is not None:
-            states = [state_tensors([worker.optimizer]) for worker in self.workers]
+            states = [state_tensors([worker.optimizer], worker.driver.replica.parameters) for worker in self.workers]
             if len({str([tuple(tensor.shape) for tensor in tensors]) for tensors in states}) > 1:
                 raise RuntimeError(UNLIKE_STATES)
