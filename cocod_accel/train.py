@@ -12,17 +12,17 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 
-from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.comm.groups import default_group
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config, load_training_config, save_config
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
-from cocod_accel.runs.folder import Place, RunFolder
 from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.calibration import calibrate
+from cocod_accel.trainer.resume_policy import Place, find_place
 from cocod_accel.trainer.steps import NonFiniteLossError
 from cocod_accel.trainer.trainer import Trainer
 from cocod_accel.trainer.watchdog import Watch, default_store, end_process
@@ -103,7 +103,7 @@ def _of_the_lost(rank: int, what: str) -> str:
 
 def _check_device(config: Config, device: str) -> None:
     """Refuse what cannot be measured on a device: there, waiting for others happens inside what looks like computing."""
-    if device == "cpu" or not ALGORITHMS[config.algorithm.name].reduces_gradients:
+    if device == "cpu" or not algorithm_class(config.algorithm.name).reduces_gradients:
         return
     for key, value in (
         ("cluster.replan_epochs", config.cluster.replan_epochs),
@@ -120,7 +120,7 @@ def _find_place(config: Config, is_main: bool) -> Place:
     """The main process chooses; what is wrong with its choice is said on all of them."""
 
     def find() -> Place | None:
-        return RunFolder.find(config, runtime.started_by(), runtime.is_restart())
+        return find_place(config, runtime.started_by(), runtime.is_restart())
 
     places, error = try_together(find if is_main else lambda: None, default_group())
     if error is not None or places[0] is None:

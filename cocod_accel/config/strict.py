@@ -94,7 +94,8 @@ def _check_keys(root: type, node: type, given: Any, prefix: str, source: str) ->
     known = _sections(node)
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=1) or _elsewhere(str(key), root)
+            elsewhere = sorted(_elsewhere(str(key), root), key=lambda name: name.count("."))  # the outermost first
+            near = difflib.get_close_matches(str(key), list(known), n=1) or elsewhere
             hint = f"did you mean {prefix if near[0] in known else ''}{near[0]}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
         child, shape = known[key]

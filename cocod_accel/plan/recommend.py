@@ -162,8 +162,6 @@ class _Planner:
         self.fragments = options.fragments
         #: Why a model may travel in full only, in words; empty: it may be shortened.
         self._full = "algorithm.fragments needs fp32" if options.fragments > 1 else ""
-        if options.pull_back or options.outer_momentum:
-            self._full = "algorithm.pull_back and outer_momentum need fp32"
 
     @property
     def _speeds(self) -> list[float]:
@@ -177,13 +175,13 @@ class _Planner:
         uneven = is_uneven(cluster) and kind.same_period
         own = [f"cluster.proportional={str(uneven).lower()}"]
         if kind.reduces_gradients:
-            own += ["algorithm.period=1", "algorithm.payload=fp32", "algorithm.outer_momentum=0"]
+            own += ["algorithm.period=1", "algorithm.payload=fp32", "algorithm.outer=null"]
         else:
             own += [f"algorithm.period={period}", f"algorithm.payload={payload}"]
         if self._given.algorithm.optimizer_state not in kind.optimizer_policies:
             own.append("algorithm.optimizer_state=keep")
         if algorithm != "cocod":
-            own += ["algorithm.fragments=1", "algorithm.pull_back=0"]
+            own += ["algorithm.fragments=1", "algorithm.own_share=1"]
         return configured(cluster, [*self._arguments, *_REAL_ONLY, *own], algorithm, steps)
 
     def payload(self, cluster: Cluster) -> tuple[str, int, list[tuple[str, str, str]], list[str]]:
@@ -255,9 +253,10 @@ class _Planner:
         own.append(f"algorithm.period={1 if reduces else planned.period_by_epoch[-1][1]}")
         if not reduces or given.algorithm.payload != options.payload:
             own.append(f"algorithm.payload={options.payload}")
-        for key in ("optimizer_state", "fragments", "pull_back", "outer_momentum"):
+        for key in ("optimizer_state", "fragments", "own_share", "outer"):
             if getattr(given.algorithm, key) != getattr(options, key):
-                own.append(f"algorithm.{key}={getattr(options, key)}")
+                value = getattr(options, key)
+                own.append(f"algorithm.{key}={'null' if value is None else value}")
         own.append(f"cluster.num_workers={cluster.num_workers}")
         by_speed = planned.cluster.proportional or not ALGORITHMS[options.name].same_period
         if by_speed:

@@ -50,7 +50,7 @@ from cocod_accel.config.loading import save_config
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.runs.clock import TimeToAccuracy, TrainingClock
-from cocod_accel.runs.folder import Place, RunFolder
+from cocod_accel.runs.folder import RunFolder
 from cocod_accel.sharding.plan import balanced_batches, fixed_shares, with_batches
 from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.sharding.speeds import measure_speeds, relative_speeds
@@ -60,6 +60,7 @@ from cocod_accel.trainer.auto_period import AutoPeriod
 from cocod_accel.trainer.calibration import sample_steps
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.resume_policy import Place
 from cocod_accel.trainer.steps import check_finite, evaluation_row, loss_of, score
 from cocod_accel.trainer.trackers import Trackers
 from cocod_accel.trainer.watchdog import Watch

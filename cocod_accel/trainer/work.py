@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.config.algorithms import algorithm_class, build_algorithm
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.sharding.plan import WorkPlan, local_periods, plan_workers, steps_in_shards
@@ -32,10 +33,9 @@ class Work:
     @classmethod
     def of(cls, config: Config, num_samples: int, rank: int) -> Work:
         """Plan the run for worker ``rank``."""
-        kind: Any = ALGORITHMS[config.algorithm.name]
         by_epoch = config.period_by_epoch
         periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs)]
-        own_period = not kind.same_period
+        own_period = not algorithm_class(config.algorithm.name).same_period
         try:
             plan = plan_workers(
                 config.speeds,
@@ -55,15 +55,7 @@ class Work:
         if own_period:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         steps = [everybodys[rank] for everybodys in all_steps]
-        options: dict[str, Any] = {
-            "period": period_in_steps(by_epoch, steps),
-            "optimizer_state": config.algorithm.optimizer_state,
-            "payload": config.algorithm.payload,
-        }
-        for name, usual in (("fragments", 1), ("pull_back", 0.0), ("outer_momentum", 0.0)):
-            if getattr(config.algorithm, name) != usual:  # not every algorithm knows of it
-                options[name] = getattr(config.algorithm, name)
-        algorithm = kind() if kind.reduces_gradients else kind(**options)
+        algorithm = build_algorithm(config.algorithm, period_in_steps(by_epoch, steps))
         return cls(algorithm, plan, all_steps, rank)
 
     @property
