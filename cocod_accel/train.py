@@ -147,10 +147,10 @@ def _find_speeds(config: Config, task: Task, accelerator: Accelerator, place: Pl
 def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, trainer: Trainer) -> str:
     if summary is None:
         where = f"stopped at step {trainer.step}"
-        if trainer.saved is None:
+        if trainer.checkpoints.saved is None:
             return f"{where}; no checkpoint could be written there, the last one is older: {path}"
         how = "the same command goes on" if config.checkpoint.resume == "auto" else "go on with checkpoint.resume=auto"
-        return f"{where}; {how} from {trainer.saved}"
+        return f"{where}; {how} from {trainer.checkpoints.saved}"
     emulated = f" (emulated: {config.emulated})" if config.emulated else ""
     return (
         f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "

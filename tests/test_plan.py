@@ -30,7 +30,7 @@ from cocod_accel.simulator.cluster import Cluster, Network, WorkerGroup, load_cl
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.theory import StepTimes
 from cocod_accel.theory.hiding import choose_period
-from cocod_accel.trainer import trainer as trainer_module
+from cocod_accel.trainer import adapt as adapt_module
 from cocod_accel.trainer.auto_period import AutoPeriod
 from cocod_accel.trainer.pace import Pace
 from cocod_accel.trainer.trainer import Trainer
@@ -322,7 +322,7 @@ def test_theory_counts_the_workers_and_what_it_finds_untried_is_said() -> None:
         ["algorithm.payload=int8"],
         ["algorithm.optimizer_state=reset"],
         ["algorithm.name=local", "algorithm.optimizer_state=average"],
-        ["algorithm.pull_back=0.5", "algorithm.outer_momentum=0.5"],
+        ["algorithm.own_share=0.5", "algorithm.outer.momentum=0.5"],
         ["cluster.num_workers=4", "cluster.speeds=[1,1,2,2]", "cluster.proportional=true", "cluster.replan_epochs=1"],
         ["cluster.num_workers=3", "emulate.slowdown=[1,2,1]"],
     ],
@@ -552,7 +552,7 @@ def auto_worker(rank: int, arguments: list[str], stop_at: int | None = None) -> 
     Pace.end = end  # type: ignore[method-assign]
     Trainer.run = noted_run  # type: ignore[method-assign]
     Trainer._set_learning_rate = stopping_rate  # type: ignore[method-assign]
-    vars(trainer_module)["measure_speeds"] = found
+    vars(adapt_module)["measure_speeds"] = found
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     code = train.main(arguments)

@@ -26,8 +26,9 @@ from cocod_accel.config.loading import load_config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.report import read_summary
 from cocod_accel.tasks import build_model, build_task
+from cocod_accel.trainer.export import model_digest
 from cocod_accel.trainer.resume_policy import Place, find_place
-from cocod_accel.trainer.trainer import Trainer, model_digest
+from cocod_accel.trainer.trainer import Trainer
 from tests import loops, resume
 from tests.resume import Case, arguments, stop_and_go_on, worker
 from tests.workers import run_outcomes, run_workers

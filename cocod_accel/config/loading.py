@@ -87,8 +87,8 @@ _REPLACED: dict[str, Callable[[Any], dict[str, Any]]] = {"pull_back": _pull_back
 
 def _modernised(given: DictConfig, source: str) -> DictConfig:
     """A file or an override with today's keys."""
-    tree = OmegaConf.to_container(given, resolve=False)
-    options = tree.get("algorithm") if isinstance(tree, dict) else None
+    tree: Any = OmegaConf.to_container(given, resolve=False)
+    options = tree.get("algorithm")
     if not isinstance(options, dict) or not _REPLACED.keys() & options.keys():
         return given
     for key, translate in _REPLACED.items():
@@ -99,7 +99,7 @@ def _modernised(given: DictConfig, source: str) -> DictConfig:
                 raise ConfigError(f"{source}: {error}") from error
             # What the same file says with today's key counts.
             tree["algorithm"] = options = {**translated, **options}
-    return OmegaConf.create(tree)
+    return DictConfig(tree)
 
 
 def _as_number(value: Any, key: str) -> float:
