@@ -24,7 +24,7 @@ def profiles() -> Path:
 
 
 def found(file: str | Path) -> Path:
-    """Where a file is; ``configs/...`` is the package's own where there is none of that name here."""
+    """The path of a file; ``configs/...`` is the package's own if there is none here."""
     path = Path(file)
     if path.is_file() or path.parts[:1] != ("configs",):
         return path
@@ -32,7 +32,7 @@ def found(file: str | Path) -> Path:
 
 
 def read_yaml(file: str | Path) -> DictConfig:
-    """What a YAML file holds."""
+    """Read a YAML file."""
     path = found(file)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)

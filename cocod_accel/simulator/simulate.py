@@ -7,12 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.rules import validate
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.payloads import parcels_of
+from cocod_accel.simulator.rules import RULES
 from cocod_accel.simulator.sampling import SpanSample, chosen_ranks, middle_window
 from cocod_accel.simulator.timeline import Course, Timeline
 from cocod_accel.simulator.times import mean_seconds, step_times
@@ -108,6 +110,10 @@ def _refuse(config: Config) -> None:
     emulated, cluster = config.emulated, config.cluster
     if emulated is not None:
         raise ConfigError(f"emulate: {emulated} is for real runs; describe workers and network in the cluster file")
+    kind = algorithm_class(config.algorithm.name)
+    if kind.name not in RULES:
+        known = f"choose from {', '.join(RULES)}, or derive it from one of them and keep its name"
+        raise ConfigError(f"algorithm.name={config.algorithm.name}: the times of {kind.name} are not simulated; {known}")
     if cluster.workers_per_replica != 1:
         raise ConfigError(f"cluster.workers_per_replica={cluster.workers_per_replica}: is not simulated; use 1")
     if cluster.replan_epochs is not None:
