@@ -124,7 +124,7 @@ class Position:
     best_accuracy: float = 0.0
     #: Batches that were moved; None: those of the configuration.
     moved_batches: list[int] | None = None
-    #: (batch, seconds) of every worker when batches were last adapted, and the share of a step that does not depend on the batch.
+    #: (batch, seconds) of every worker when batches were last adapted, and the share of a step that is fixed.
     paces: list[list[float]] | None = None
     fixed: list[float] | None = None
     #: (first step, period) pairs that ``algorithm.period: auto`` has chosen; None: the configuration states them.
