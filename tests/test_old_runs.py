@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from cocod_accel import train
-from cocod_accel.config.loading import merged_config
+from cocod_accel.config.loading import merged_config, save_config
 from cocod_accel.config.settings import OuterConfig
+from cocod_accel.report.groups import grouped
+from cocod_accel.runs.reading import read_run
 from cocod_accel.simulator.cluster import load_cluster
 from tests.workers import run_workers
 
@@ -84,6 +86,20 @@ def test_an_old_configuration_loads(tmp_path: Path) -> None:
         assert options.name == name.split("-")[0].replace("nodes", "cocod")
         assert options.own_share == 1.0
         assert options.outer == (OuterConfig(rate=1.0, momentum=0.5) if name == "cocod-momentum" else None)
+
+
+def test_an_old_run_is_compared_with_a_new_one_of_the_same_configuration(tmp_path: Path) -> None:
+    """Keys that were removed are no difference."""
+    old = unpacked("cocod-momentum", tmp_path)
+    config = merged_config([str(old / "config.yaml"), "name=new"])
+    new = tmp_path / "new"
+    new.mkdir()
+    save_config(config, new / "config.yaml")
+    for run in (old, new):
+        (run / "summary.json").write_text((old / "expected.json").read_text())
+    (new / "metrics.jsonl").write_text((old / "metrics.jsonl").read_text())
+    (group,) = grouped([read_run(old), read_run(new)])
+    assert len(group.runs) == 2
 
 
 def test_an_old_cluster_file_loads() -> None:

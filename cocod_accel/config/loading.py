@@ -78,28 +78,32 @@ def _pull_back(value: Any) -> dict[str, Any]:
 
 
 def _outer_momentum(value: Any) -> dict[str, Any]:
-    return {"outer": {"rate": 1.0, "momentum": value} if value else None}
+    return {"outer": {"rate": 1.0, "momentum": value, "nesterov": False} if value else None}
 
 
 #: Replaced keys of ``algorithm``: what the old value means now.
 _REPLACED: dict[str, Callable[[Any], dict[str, Any]]] = {"pull_back": _pull_back, "outer_momentum": _outer_momentum}
 
 
-def _modernised(given: DictConfig, source: str) -> DictConfig:
-    """A file or an override with today's keys."""
-    tree: Any = OmegaConf.to_container(given, resolve=False)
+def modernised(tree: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a file with today's keys."""
     options = tree.get("algorithm")
-    if not isinstance(options, dict) or not _REPLACED.keys() & options.keys():
-        return given
+    if not isinstance(options, dict):
+        return tree
     for key, translate in _REPLACED.items():
         if key in options:
-            try:
-                translated = translate(_as_number(options.pop(key), key))
-            except ConfigError as error:
-                raise ConfigError(f"{source}: {error}") from error
+            rest = {name: value for name, value in options.items() if name != key}
             # What the same file says with today's key counts.
-            tree["algorithm"] = options = {**translated, **options}
-    return DictConfig(tree)
+            options = {**translate(_as_number(options[key], key)), **rest}
+    return {**tree, "algorithm": options}
+
+
+def _modernised(given: DictConfig, source: str) -> DictConfig:
+    tree: Any = OmegaConf.to_container(given, resolve=False)
+    try:
+        return DictConfig(modernised(tree))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _as_number(value: Any, key: str) -> float:

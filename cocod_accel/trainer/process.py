@@ -98,9 +98,7 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
     if on_cpu:
         if int(os.environ.get("WORLD_SIZE", "1")) == local_workers:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # accelerate imports DeepSpeed if installed, which complains otherwise
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, complains otherwise
         torch.set_num_threads(threads_of_each(local_workers))
     _connect_after_restart("gloo" if on_cpu else "nccl")
     if uses_deepspeed():
