@@ -442,8 +442,8 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
         (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder is not there"),
         (["--accelerate-config", "no.yaml"], "error: --accelerate-config=no.yaml: no such file"),
         (["algorithm.nam=cocod"], "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?"),
-        (["algorithm.name=ssgd", "algorithm.period=auto"], "error: algorithm.period=auto: is for local and cocod, not ssgd"),
-        (["algorithm.name=asynlocal", "algorithm.period=auto"], "is for local and cocod, not asynlocal"),
+        (["algorithm.name=ssgd", "algorithm.period=auto"], "algorithm.period=auto: requires local or cocod, not ssgd"),
+        (["algorithm.name=asynlocal", "algorithm.period=auto"], "requires local or cocod, not asynlocal"),
         (["algorithm.period=often"], "error: algorithm.period=often: must be a number of steps"),
     ],
 )
