@@ -15,6 +15,8 @@ from cocod_accel.config.fields import Affects
 from cocod_accel.config.loading import flattened, load_config, merged_config, save_config
 from cocod_accel.config.settings import Config, OuterConfig, may_differ
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.simulator.cluster import load_cluster
+from cocod_accel.simulator.simulate import configured
 from cocod_accel.trainer.schedule import learning_rate
 from cocod_accel.trainer.work import Work
 
@@ -385,3 +387,9 @@ def test_an_algorithm_of_ones_own() -> None:
     built: Any = Work.of(config, 500, 0).algorithm
     assert (type(built).__name__, built.pull, str(built.period)) == ("PulledSGD", 0.25, "3")
     assert config.run_name == "tests.own_code.PulledSGD-fashion_small-seed0"
+
+
+def test_the_times_of_an_own_algorithm_are_not_simulated() -> None:
+    cluster = load_cluster(CONFIGS / "cluster" / "office_1gbe.yaml")
+    with pytest.raises(ConfigError, match=r"PulledSGD: the times of pulled are not simulated; choose from ssgd, pipe"):
+        configured(cluster, ["algorithm.name=tests.own_code:PulledSGD"])
