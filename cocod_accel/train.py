@@ -12,17 +12,17 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 
-from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.comm.groups import default_group
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config, load_training_config, save_config
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
-from cocod_accel.runs.folder import Place, RunFolder
 from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.calibration import calibrate
+from cocod_accel.trainer.resume_policy import Place, find_place
 from cocod_accel.trainer.steps import NonFiniteLossError
 from cocod_accel.trainer.trainer import Trainer
 from cocod_accel.trainer.watchdog import Watch, default_store, end_process
@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
         Work.of(config, task.num_train, rank)
     model = build_model(config, task)
     if config.link is not None and not runtime.is_one_machine():
-        raise ConfigError(f"emulate.link={config.link}: workers on several machines share no clock; use one machine")
+        raise ConfigError(f"emulate.link={config.link}: requires workers on one machine, because machines share no clock")
     with runtime.start(config, arguments) as accelerator, _watching(config, accelerator) as watch:
         _check_device(config, accelerator.device.type)
         place = _find_place(config, accelerator.is_main_process)
@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
         if config.cluster.speeds == MEASURE:
             _find_speeds(config, task, accelerator, place)
         trainer = Trainer(config, task, model, accelerator, place, watch)
-        # A polite end (pre-emption, kill): all workers agree on it and save. SIGUSR1: they save and go on.
+        # SIGTERM (pre-emption, kill): all workers agree to stop, and save. SIGUSR1: they save and continue.
         signal.signal(signal.SIGTERM, lambda *_: trainer.sync.control.request(stop=True))
         signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.control.request(save=True))
         summary = trainer.run()
@@ -61,12 +61,12 @@ def run(arguments: list[str]) -> int:
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker is gone; the message says which."""
+    """Lost contact with another worker; the message names it."""
 
 
 @contextmanager
 def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None]:
-    """End this process if another worker dies or freezes; turn a failed collective into the name of whoever failed it."""
+    """End this process if another worker dies or freezes; say which worker made a collective fail."""
     if accelerator.num_processes == 1:
         yield None
         return
@@ -91,7 +91,7 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
                 raise
             found = watch.explain(config.cluster.dead_seconds)
             if found is None:
-                raise WorkerLostError("error: another worker is gone, nobody knows which") from error
+                raise WorkerLostError("error: lost contact with a worker; could not tell which") from error
             if not runtime.speaks_of(found[0]):
                 raise WorkerLostError("") from error
             raise WorkerLostError(_of_the_lost(*found)) from error
@@ -102,8 +102,8 @@ def _of_the_lost(rank: int, what: str) -> str:
 
 
 def _check_device(config: Config, device: str) -> None:
-    """Refuse what cannot be measured on a device: there, waiting for others happens inside what looks like computing."""
-    if device == "cpu" or not ALGORITHMS[config.algorithm.name].reduces_gradients:
+    """Refuse what cannot be measured on a device, where waiting for others looks like computing."""
+    if device == "cpu" or not algorithm_class(config.algorithm.name).reduces_gradients:
         return
     for key, value in (
         ("cluster.replan_epochs", config.cluster.replan_epochs),
@@ -111,16 +111,16 @@ def _check_device(config: Config, device: str) -> None:
     ):
         if value is not None:
             raise ConfigError(
-                f"{key}={value}: with {config.algorithm.name} on {device} waiting cannot be told from computing; "
+                f"{key}={value}: with {config.algorithm.name} on {device}, waiting cannot be told from computing; "
                 "use cocod or local, or cluster.device=cpu"
             )
 
 
 def _find_place(config: Config, is_main: bool) -> Place:
-    """The main process chooses; what is wrong with its choice is said on all of them."""
+    """The main process chooses; an error is raised on all workers."""
 
     def find() -> Place | None:
-        return RunFolder.find(config, runtime.started_by(), runtime.is_restart())
+        return find_place(config, runtime.started_by(), runtime.is_restart())
 
     places, error = try_together(find if is_main else lambda: None, default_group())
     if error is not None or places[0] is None:
@@ -129,7 +129,7 @@ def _find_place(config: Config, is_main: bool) -> Place:
 
 
 def _find_speeds(config: Config, task: Task, accelerator: Accelerator, place: Place) -> None:
-    """Those of the run that is gone on with, or measured ones."""
+    """The speeds of the run that is resumed, or measured ones."""
     if place.is_continued:
         saved = load_config([str(place.path / "config.yaml")]).cluster.speeds
         if isinstance(saved, list) and len(saved) == config.cluster.num_workers:
@@ -147,10 +147,10 @@ def _find_speeds(config: Config, task: Task, accelerator: Accelerator, place: Pl
 def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, trainer: Trainer) -> str:
     if summary is None:
         where = f"stopped at step {trainer.step}"
-        if trainer.saved is None:
-            return f"{where}; no checkpoint could be written there, the last one is older: {path}"
-        how = "the same command goes on" if config.checkpoint.resume == "auto" else "go on with checkpoint.resume=auto"
-        return f"{where}; {how} from {trainer.saved}"
+        if trainer.checkpoints.saved is None:
+            return f"{where}; could not write a checkpoint there, the last one is older: {path}"
+        how = "the same command resumes" if config.checkpoint.resume == "auto" else "resume with checkpoint.resume=auto"
+        return f"{where}; {how} from {trainer.checkpoints.saved}"
     emulated = f" (emulated: {config.emulated})" if config.emulated else ""
     return (
         f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
@@ -159,7 +159,7 @@ def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, trai
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and turn every expected failure into one line and an exit code."""
+    """Run; every expected failure becomes one line and an exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr, flush=True)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        return _say("interrupted; the run folder holds what was written until now", EXIT_INTERRUPTED)
+        return _say("interrupted; the run folder holds everything written so far", EXIT_INTERRUPTED)
 
 
 def _say(line: str, code: int) -> int:

@@ -1,15 +1,18 @@
-"""A user's own model and data, as they would stand in a file of theirs."""
+"""A user's own model, data and algorithm, as they would stand in a file of theirs."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from cocod_accel import LocalSGD
 
 
 class Stripes(Dataset[tuple[Tensor, int]]):
@@ -136,3 +139,16 @@ def raises() -> nn.Module:
 
 def exits() -> nn.Module:
     return Failing(exits=True)
+
+
+class PulledSGD(LocalSGD):
+    """An algorithm with an argument of its own."""
+
+    name = "pulled"
+    payloads = ("fp32",)
+
+    def __init__(self, period: Any, pull: float = 0.5) -> None:
+        super().__init__(period)
+        if not 0 <= pull <= 1:
+            raise ValueError(f"pull={pull} must be in [0, 1]")
+        self.pull = pull

@@ -23,7 +23,10 @@ from typing import Any
 from tqdm import tqdm
 
 from cocod_accel import ALGORITHMS, train
-from cocod_accel.trainer.trainer import Trainer, model_digest
+from cocod_accel.trainer.export import model_digest
+from cocod_accel.trainer.recorder import Recorder
+from cocod_accel.trainer.resume import Resumption
+from cocod_accel.trainer.trainer import Trainer
 from tests.workers import Outcome, run_outcomes, run_workers
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +51,7 @@ class Case:
     num_workers: int = 2
     workers_per_replica: int = 1
     payload: str = "fp32"
-    #: With both merge options.
+    #: With an outer optimizer and a share of the own progress.
     has_anchor: bool = False
 
     @property
@@ -66,7 +69,7 @@ class Case:
             speeds,
             f"cluster.proportional={str(sampling).lower()}",
             *options,
-            *(["algorithm.pull_back=0.25", "algorithm.outer_momentum=0.5"] if self.has_anchor else []),
+            *(["algorithm.own_share=0.75", "algorithm.outer.momentum=0.5"] if self.has_anchor else []),
         ]
 
 
@@ -83,28 +86,28 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
     log = os.open(Path(output) / f"said_by_{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    spanned, saved, evaluated = Trainer._span, Trainer.save, Trainer._evaluate
+    spanned, saved, evaluated = Recorder.span, Resumption.save, Trainer._evaluate
 
-    def span(self: Trainer, name: str, start: float, end: float) -> None:
+    def span(self: Recorder, name: str, start: float, end: float) -> None:
         spanned(self, name, start, end)
         if name == "compute":
             with (self.folder.path / f"trace_{rank}.jsonl").open("a") as file:
-                file.write(json.dumps([self.step, model_digest(self.accelerator.unwrap_model(self.model))]) + "\n")
+                file.write(json.dumps([self.worker.step, model_digest(self.worker.module)]) + "\n")
             # Two steps after the checkpoint, so that something is lost and must be done again.
-            if stop is not None and stop[0] == "kill" and rank == 1 and self.step == stop[1] + 2:
+            if stop is not None and stop[0] == "kill" and rank == 1 and self.worker.step == stop[1] + 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def save(self: Trainer) -> None:
+    def save(self: Resumption) -> None:
         saved(self)
-        if stop is not None and stop[0] == "leave" and self.step >= stop[1]:
+        if stop is not None and stop[0] == "leave" and self.worker.step >= stop[1]:
             raise SystemExit(7)
 
-    def evaluate(self: Trainer, epoch: int, bar: Any) -> None:
+    def evaluate(self: Trainer, epoch: int) -> None:
         if stop is not None and stop[0] == "evaluation" and epoch == 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        evaluated(self, epoch, bar)
+        evaluated(self, epoch)
 
-    Trainer._span, Trainer.save, Trainer._evaluate = span, save, evaluate  # type: ignore[method-assign]
+    Recorder.span, Resumption.save, Trainer._evaluate = span, save, evaluate  # type: ignore[method-assign]
     return train.main(given)
 
 

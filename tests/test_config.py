@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 
 from cocod_accel import train
 from cocod_accel.algorithms import ALGORITHMS
-from cocod_accel.config.loading import load_config, save_config
-from cocod_accel.config.settings import Config
+from cocod_accel.config.algorithms import build_algorithm, takes
+from cocod_accel.config.fields import Affects
+from cocod_accel.config.loading import flattened, load_config, merged_config, save_config
+from cocod_accel.config.settings import Config, OuterConfig, may_differ
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.simulator.cluster import load_cluster
+from cocod_accel.simulator.simulate import configured
 from cocod_accel.trainer.schedule import learning_rate
 from cocod_accel.trainer.work import Work
 
@@ -98,24 +103,52 @@ MISTAKES: list[tuple[str, str]] = [
     ("cluster.workers_per_replica=3", "cluster.workers_per_replica=3: does not divide cluster.num_workers=2"),
     ("cluster.workers_per_replica=2 + algorithm.name=ssgd", "is not for ssgd, which sums gradients over all workers; use 1"),
     ("cluster.workers_per_replica=2 + algorithm.name=pipe", "is not for pipe"),
-    ("cluster.workers_per_replica=2 + algorithm.name=asynlocal + cluster.speeds=[1,2]", "equal inside every node"),
-    ("algorithm.optimizer_state=average", "algorithm.optimizer_state=average: is not for cocod; choose from keep, reset"),
+    (
+        "cluster.workers_per_replica=2 + algorithm.name=asynlocal + cluster.speeds=[1,2]",
+        "requires equal cluster.speeds",
+    ),
+    (
+        "algorithm.optimizer_state=average",
+        "average: is not supported by cocod; choose from keep, reset",
+    ),
     (
         "algorithm.fragments=6 + algorithm.period=5",
         "algorithm.fragments=6 must be from 1 to 5, the shortest period; use 5 at most",
     ),
-    ("algorithm.fragments=2 + algorithm.name=local", "algorithm.fragments=2: is only for cocod; use 1"),
+    ("algorithm.fragments=2 + algorithm.name=ssgd", "algorithm.fragments=2: is not an option of ssgd; set it to 1, or use"),
+    ("algorithm.fragments=0", "algorithm.fragments=0: must be at least 1"),
+    ("algorithm.own_share=1.5", "algorithm.own_share=1.5: must be in [0, 1]"),
+    ("algorithm.own_share=0.5 + algorithm.name=local", "algorithm.own_share=0.5: is not an option of local; set it to 1.0"),
+    ("algorithm.outer={rate: 0.7} + algorithm.name=pipe", "is not an option of pipe; set it to null"),
+    ("algorithm.outer={rate: 0}", "algorithm.outer.rate=0.0: must be positive"),
+    ("algorithm.outer.momentum=1", "algorithm.outer.momentum=1.0: must be in [0, 1)"),
+    ("algorithm.outer={nesterov: true}", "algorithm.outer.nesterov=True: requires algorithm.outer.momentum above 0"),
+    ("algorithm.outer={lr: 1}", "unknown key algorithm.outer.lr; known: rate, momentum, nesterov"),
     (
-        "algorithm.fragments=2 + algorithm.period=5 + algorithm.payload=int8",
-        'algorithm.fragments=2 does not go with payload="int8"',
+        "algorithm.pull_back=0.5",
+        "algorithm.pull_back=0.5: was removed, because it threw progress away; use algorithm",
     ),
-    ("algorithm.payload=int4", "algorithm.payload=int4: is not for cocod; choose from fp32, bf16, int8"),
-    ("algorithm.payload=int8 + algorithm.name=pipe", "algorithm.payload=int8: is not for pipe; choose from fp32"),
+    ("algorithm.payload=int4", "algorithm.payload=int4: is not supported by cocod; choose from fp32, bf16, int8"),
+    ("algorithm.payload=int8 + algorithm.name=pipe", "algorithm.payload=int8: is not supported by pipe; choose from fp32"),
+    ("algorithm.optimizer_state=reset + algorithm.name=ssgd", "is not supported by ssgd; choose from keep"),
+    # an algorithm of one's own
+    ("algorithm.name=nowhere:Mine", "algorithm.name=nowhere:Mine: cannot be imported (No module named 'nowhere')"),
+    ("algorithm.name=tests.own_code:PuledSGD", "has no PuledSGD; did you mean tests.own_code:PulledSGD?"),
+    ("algorithm.name=math:sqrt", "algorithm.name=math:sqrt: must be a subclass of cocod_accel.Algorithm"),
     (
-        "algorithm.payload=int8 + cluster.workers_per_replica=2",
-        "algorithm.payload=int8: is not sent between nodes (cluster.workers_per_replica=2); use fp32",
+        "algorithm.name=tests.own_code:PulledSGD + algorithm.args={pul: 1}",
+        "algorithm.args={'pul': 1}: tests.own_code:PulledSGD does not accept them: got an unexpected keyword argument 'pul'",
     ),
-    ("algorithm.optimizer_state=reset + algorithm.name=ssgd", "is not for ssgd; choose from keep"),
+    ("algorithm.args={pull: 1}", "algorithm.args={'pull': 1}: requires algorithm.name=module:Class"),
+    (
+        "algorithm.name=tests.own_code:PulledSGD + algorithm.args={period: 3}",
+        "algorithm.args.period=3: has a setting of its own; use algorithm.period",
+    ),
+    ("algorithm.name=tests.own_code:PulledSGD + algorithm.payload=int8", "is not supported by tests.own_code:PulledSGD"),
+    (
+        "algorithm.name=tests.own_code:PulledSGD + algorithm.args={pull: 2}",
+        "tests.own_code:PulledSGD: pull=2",
+    ),
     # wrong types
     ("seed=one", "seed"),
     ("seed=1.5", "seed"),
@@ -160,7 +193,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("cluster.speeds=[1,0]", "cluster.speeds[1]=0.0 is not positive"),
     ("cluster.speeds=[1,-2]", "cluster.speeds[1]=-2.0 is not positive"),
     ("cluster.speeds=[1,nan]", "cluster.speeds[1]=nan"),
-    ("cluster.proportional=true", "needs cluster.speeds"),
+    ("cluster.proportional=true", "requires cluster.speeds"),
     ("cluster.speeds=[1,fast]", "cluster.speeds[1]=fast: is not a number"),
     ("cluster.speeds=meassure", "cluster.speeds=meassure: must be a list, measure, or the speeds.json of a run"),
     ("cluster.speeds=LICENSE", "cluster.speeds=LICENSE: must be a list, measure, or the speeds.json of a run"),
@@ -170,13 +203,16 @@ MISTAKES: list[tuple[str, str]] = [
     ("cluster.global_batch=0", "cluster.global_batch=0 is less than one sample"),
     ("cluster.global_batch=9000", "cluster.global_batch=9000: 5000 training samples are fewer than the 9000"),
     ("cluster.replan_epochs=0", "cluster.replan_epochs=0: must be at least 1"),
-    ("cluster.replan_epochs=1", "cluster.replan_epochs=1: moves batches between workers, which needs cluster.proportional"),
+    (
+        "cluster.replan_epochs=1",
+        "moves batches between workers, which requires cluster.proportional",
+    ),
     ("cluster.shuffle=accross", "cluster.shuffle=accross: is not known; did you mean across?"),
     ("emulate.slowdown=2", "emulate.slowdown=2: must be a list such as [1, 2]"),
     ("emulate.slowdown=[1,0.5]", "emulate.slowdown[1]=0.5: must be finite and at least 1"),
     ("emulate.slowdown=[1,nan]", "emulate.slowdown[1]=nan: must be finite and at least 1"),
     ("emulate.slowdown=[1,2,2]", "has 3 entries for cluster.num_workers=2; give one per worker"),
-    ("emulate.slowdown=[1,[[1,2]]]", "must begin at epoch 0"),
+    ("emulate.slowdown=[1,[[1,2]]]", "must start at epoch 0"),
     ("emulate.slowdown=[1,[[0,1],[8,2]]]", "changes after epoch 7, the last"),
     ("emulate.slowdown=[1,[2]]", "must be a factor, or (first epoch, factor) pairs"),
     ("emulate.slowdown=[1,[]]", "must be a factor, or (first epoch, factor) pairs"),
@@ -199,14 +235,14 @@ MISTAKES: list[tuple[str, str]] = [
     ("batch_size=4000", "5000 training samples are fewer than the 8000"),
     # things that are not there
     ("task.name=cifar", "task.name=cifar: is not known; did you mean cifar10?"),
-    ("task.name=cifar10", "cifar-10-batches-bin/test_batch.bin is not there"),
-    ("task.name=mnist", "MNIST/train-images-idx3-ubyte[.gz] is not there"),
+    ("task.name=cifar10", "cifar-10-batches-bin/test_batch.bin not found"),
+    ("task.name=mnist", "MNIST/train-images-idx3-ubyte[.gz] not found"),
     ("task.name=nowhere:data", "task.name=nowhere:data: cannot be imported"),
     ("task.name=math:nothing", "task.name=math:nothing: cannot be imported"),
-    ("task.name=math:sqrt", "task.args={}: math:sqrt does not take them"),
+    ("task.name=math:sqrt", "task.args={}: math:sqrt does not accept them"),
     ("model.name=resnet19", "model.name=resnet19: is not known; did you mean resnet18?"),
     ("model.name=os:getcwd", "returned a str, not a torch.nn.Module"),
-    ("model.args={a: 1}", "only for a model given as module:callable"),
+    ("model.args={a: 1}", "requires model.name=module:callable"),
     ("task.name=${nothing}", "nothing"),
     ("nofile.yaml", "nofile.yaml: no such file"),
     ("configs/quikstart.yaml", "did you mean configs/quickstart.yaml?"),
@@ -250,3 +286,110 @@ def test_every_key_is_reached_by_an_override() -> None:
     config: Any = load_config(["cluster.speeds=[1, 2]", "cluster.proportional=true", "task.args={num_train: 8}"])
     assert config.speeds == [1, 2]
     assert config.task.args == {"num_train": 8}
+
+
+# ------------------------------------------------------------------------------ what a change of a setting affects
+
+
+def keys_that_may_differ(affected: Affects) -> set[str]:
+    return {key for key in flattened(asdict(Config())) if may_differ(key, affected)}
+
+
+def test_what_may_differ_between_runs() -> None:
+    """The three sets, spelled out: the metadata of a field says which it is in."""
+    keys = set(flattened(asdict(Config())))
+
+    def in_sections(*sections: str) -> set[str]:
+        return {key for key in keys if key.split(".")[0] in sections}
+
+    nowhere = {"name", "output", "task.data_dir", "task.download"}
+    assert keys_that_may_differ(Affects.RUN) == {
+        *nowhere,
+        *("loader_workers", "schedule.epochs"),
+        *in_sections("cluster", "evaluation", "checkpoint", "logging"),
+    }
+    assert keys_that_may_differ(Affects.FIGURES) == {
+        *nowhere,
+        "seed",
+        *("cluster.measure_seconds", "cluster.dead_seconds", "cluster.frozen_seconds"),
+        *("evaluation.batch_size", "evaluation.targets", "evaluation.training_loss"),
+        *("checkpoint.every_steps", "checkpoint.every_epochs", "checkpoint.every_minutes", "checkpoint.keep"),
+        *in_sections("logging"),
+    }
+    assert keys_that_may_differ(Affects.CELL) == {
+        *nowhere,
+        "evaluation.targets",
+        *in_sections("logging", "checkpoint", "emulate"),
+    }
+
+
+def test_a_key_that_is_not_a_setting_affects_everything() -> None:
+    for key in ("task.args.size", "algorithm.of_another_release", "nothing"):
+        assert not any(may_differ(key, affected) for affected in (Affects.RUN, Affects.FIGURES, Affects.CELL))
+
+
+# ------------------------------------------------------------------------------------------- keys of older releases
+
+
+def test_merge_options_that_were_off_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("algorithm: {name: cocod, pull_back: 0.0, outer_momentum: 0.0}\n")
+    assert load_config([str(tmp_path / "old.yaml")]) == load_config([])
+    assert load_config(["algorithm.pull_back=0", "algorithm.outer_momentum=0"]) == load_config([])
+
+
+def test_outer_momentum_becomes_an_outer_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("algorithm: {outer_momentum: 0.5, period: 4}\n")
+    for given in ([str(tmp_path / "old.yaml")], ["algorithm.outer_momentum=0.5", "algorithm.period=4"]):
+        options = merged_config(given).algorithm
+        assert options.outer == OuterConfig(rate=1.0, momentum=0.5, nesterov=False)
+        assert options.period == 4
+    assert merged_config([str(tmp_path / "old.yaml"), "algorithm.outer_momentum=0"]).algorithm.outer is None
+    # Beside a key of today, the old one says nothing.
+    assert merged_config(["algorithm={outer_momentum: 0.0, outer: {rate: 0.5}}"]).algorithm.outer == OuterConfig(rate=0.5)
+
+
+def test_a_pull_is_refused_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("algorithm: {pull_back: 0.25}\n")
+    with pytest.raises(ConfigError, match=r"old\.yaml: algorithm\.pull_back=0\.25: .*own_share") as caught:
+        load_config([str(tmp_path / "old.yaml")])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_outer_optimizer_saves_and_reloads(tmp_path: Path) -> None:
+    config = merged_config(["algorithm.outer={rate: 0.7, momentum: 0.9, nesterov: true}", "algorithm.own_share=0.5"])
+    save_config(config, tmp_path / "config.yaml")
+    assert merged_config([str(tmp_path / "config.yaml")]) == config
+
+
+def test_options_reach_the_constructors_that_take_them() -> None:
+    """No list of options anywhere: a parameter of the same name is enough."""
+    for name in ("local", "cocod", "asynlocal"):
+        options = load_config([f"algorithm.name={name}", "algorithm.payload=bf16", "algorithm.optimizer_state=reset"])
+        built = build_algorithm(options.algorithm, 5)
+        assert (built.payload, built.optimizer_state) == ("bf16", "reset")
+    built = build_algorithm(load_config(["algorithm.fragments=3"]).algorithm, 5)
+    assert built.fragments == 3
+    for option, names in (("own_share", {"cocod"}), ("outer", {"cocod", "local", "asynlocal"})):
+        assert {name for name, kind in ALGORITHMS.items() if takes(kind, option)} == names
+
+
+def test_merge_options_reach_the_constructors() -> None:
+    from cocod_accel.averaging.rules import Outer
+
+    given = ["algorithm.own_share=0.5", "algorithm.outer={rate: 0.7, momentum: 0.9, nesterov: true}"]
+    built: Any = build_algorithm(load_config(given).algorithm, 5)
+    assert built.own_share == 0.5
+    assert built.outer == Outer(rate=0.7, momentum=0.9, nesterov=True)
+
+
+def test_an_algorithm_of_ones_own() -> None:
+    config = load_config(["algorithm.name=tests.own_code:PulledSGD", "algorithm.args={pull: 0.25}", "algorithm.period=3"])
+    built: Any = Work.of(config, 500, 0).algorithm
+    assert (type(built).__name__, built.pull, str(built.period)) == ("PulledSGD", 0.25, "3")
+    assert config.run_name == "tests.own_code.PulledSGD-fashion_small-seed0"
+
+
+def test_the_times_of_an_own_algorithm_are_not_simulated() -> None:
+    cluster = load_cluster(CONFIGS / "cluster" / "office_1gbe.yaml")
+    with pytest.raises(ConfigError, match=r"PulledSGD: the times of pulled are not simulated; choose from ssgd, pipe"):
+        configured(cluster, ["algorithm.name=tests.own_code:PulledSGD"])

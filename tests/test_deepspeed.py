@@ -303,7 +303,7 @@ def free_port() -> int:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2}}, "DeepSpeed: zero_optimization.stage=2: no worker holds a whole optimizer state"),
     ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4: the trainer steps after every batch"),
-    ({"train_micro_batch_size_per_gpu": 5}, "train_micro_batch_size_per_gpu=5: but batch_size=8"),
+    ({"train_micro_batch_size_per_gpu": 5}, "train_micro_batch_size_per_gpu=5: differs from batch_size=8"),
 ]
 
 

@@ -60,7 +60,7 @@ def wait_for_rows(tmp_path: Path, process: subprocess.Popen[str]) -> None:
 WHERE = r"(step \d+|the evaluation after epoch \d+)"
 FAULTS = {
     "killed": (signal.SIGKILL, "error: worker {rank} died at " + WHERE),
-    "frozen": (signal.SIGSTOP, r"error: worker {rank} has not answered for \d+ s; it was at " + WHERE),
+    "frozen": (signal.SIGSTOP, r"error: worker {rank} has not responded for \d+ s; it was at " + WHERE),
 }
 
 

@@ -327,7 +327,7 @@ def test_a_slurm_job_that_is_told_to_end_saves_is_requeued_and_goes_on(tmp_path:
     finally:
         end(process)
     assert process.returncode == 143, err
-    assert "the same command goes on from" in out
+    assert "the same command resumes from" in out
     assert out.endswith("stopped after a checkpoint; back in the queue\n")
     assert (tmp_path / "scontrol").read_text() == f"requeue {os.getpid()}\n"
     stopped = int(out.split("stopped at step ")[1].split(";")[0])

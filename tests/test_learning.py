@@ -282,7 +282,7 @@ def test_an_exchange_gives_everybody_what_every_owner_made_of_its_row() -> None:
             assert incoming[:, 0].tolist() == [rank, 10 + rank, 20 + rank]
             rows[rank] = 100 + rank
 
-        return Exchange(rows, incoming, combine)
+        return Exchange(rows, incoming, combine, rows, rows.numel())
 
     parts = [part(rank) for rank in range(size)]
     handles = [group.member(rank).exchange([parts[rank]]) for rank in range(size)]
@@ -312,7 +312,7 @@ def test_workers_that_bring_different_things_are_told(other: list[Tensor]) -> No
     group = InProcessGroup(2)
     group.member(0).launch([torch.ones(2)])
     with pytest.raises(RuntimeError, match="worker 1 starts an exchange of"):
-        group.member(1).exchange([Exchange(torch.ones(2), torch.ones(2), lambda: None)])
+        group.member(1).exchange([Exchange(torch.ones(2), torch.ones(2), lambda: None, torch.ones(2), 8)])
 
 
 # -------------------------------------------------------------------------------------------------- memory
@@ -461,7 +461,9 @@ def test_a_loss_that_is_no_number_names_worker_and_step_and_enters_no_average(pe
     with pytest.raises(NonFiniteLossError, match="worker 1: the loss is not finite at step 6; lower the learning rate"):
         kinds.extend(row.kind for row in learning.rows())
     assert "eval" not in kinds
-    assert learning._lockstep.workers[0].driver.replica.route.traffic.num_bytes == 0, "the round of the bad loss was launched"
+    assert learning._lockstep.workers[0].driver.replica.route.traffic.num_bytes == 0, (
+        "the round of the bad loss was launched"
+    )
 
 
 class Unused(nn.Module):

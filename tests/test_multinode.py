@@ -185,7 +185,7 @@ def test_sigterm_to_one_node_saves_on_both_and_the_same_lines_go_on(lab: Lab, tm
     finally:
         said = texts(processes, 60)
     assert all(process.returncode != 0 for process in processes), said
-    found = re.search(r"stopped at step (\d+); the same command goes on from", said[0])
+    found = re.search(r"stopped at step (\d+); the same command resumes from", said[0])
     assert found, said
     epochs = int(found.group(1)) // 32 + 2  # it may change; the rest would take long
     again = torchrun(lab, [*arguments, f"schedule.epochs={epochs}"])

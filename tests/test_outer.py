@@ -192,12 +192,12 @@ def in_version_3(state: dict[str, Any]) -> dict[str, Any]:
 def reads_version_3(rank: int) -> Any:
     found = []
     for options in ({}, {"payload": "int8"}, {"outer": Outer(1, 0.5)}):
-        model, optimizer, sync = begin(CoCoDSGD(2, **options))  # type: ignore[arg-type]
+        model, optimizer, sync = begin(CoCoDSGD(2, **options))
         train(model, optimizer, rank, range(5))
         state = sync.state_dict()
         old = in_version_3(state)
         sync.detach()
-        _, _, other = begin(CoCoDSGD(2, **options))  # type: ignore[arg-type]
+        _, _, other = begin(CoCoDSGD(2, **options))
         other.load_state_dict(old)
         again = other.state_dict()
         again["averages"]["parts"][0]["number"] = state["averages"]["parts"][0]["number"]

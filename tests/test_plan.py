@@ -30,7 +30,7 @@ from cocod_accel.simulator.cluster import Cluster, Network, WorkerGroup, load_cl
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.theory import StepTimes
 from cocod_accel.theory.hiding import choose_period
-from cocod_accel.trainer import trainer as trainer_module
+from cocod_accel.trainer import adapt as adapt_module
 from cocod_accel.trainer.auto_period import AutoPeriod
 from cocod_accel.trainer.pace import Pace
 from cocod_accel.trainer.trainer import Trainer
@@ -322,7 +322,7 @@ def test_theory_counts_the_workers_and_what_it_finds_untried_is_said() -> None:
         ["algorithm.payload=int8"],
         ["algorithm.optimizer_state=reset"],
         ["algorithm.name=local", "algorithm.optimizer_state=average"],
-        ["algorithm.pull_back=0.5", "algorithm.outer_momentum=0.5"],
+        ["algorithm.own_share=0.5", "algorithm.outer.momentum=0.5"],
         ["cluster.num_workers=4", "cluster.speeds=[1,1,2,2]", "cluster.proportional=true", "cluster.replan_epochs=1"],
         ["cluster.num_workers=3", "emulate.slowdown=[1,2,1]"],
     ],
@@ -442,8 +442,8 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
         (["--save", "no/where/c.yaml"], "error: --save=no/where/c.yaml: its folder does not exist"),
         (["--accelerate-config", "no.yaml"], "error: --accelerate-config=no.yaml: no such file"),
         (["algorithm.nam=cocod"], "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?"),
-        (["algorithm.name=ssgd", "algorithm.period=auto"], "error: algorithm.period=auto: is for local and cocod, not ssgd"),
-        (["algorithm.name=asynlocal", "algorithm.period=auto"], "is for local and cocod, not asynlocal"),
+        (["algorithm.name=ssgd", "algorithm.period=auto"], "algorithm.period=auto: requires local or cocod, not ssgd"),
+        (["algorithm.name=asynlocal", "algorithm.period=auto"], "requires local or cocod, not asynlocal"),
         (["algorithm.period=often"], "error: algorithm.period=often: must be a number of steps"),
     ],
 )
@@ -552,7 +552,7 @@ def auto_worker(rank: int, arguments: list[str], stop_at: int | None = None) -> 
     Pace.end = end  # type: ignore[method-assign]
     Trainer.run = noted_run  # type: ignore[method-assign]
     Trainer._set_learning_rate = stopping_rate  # type: ignore[method-assign]
-    vars(trainer_module)["measure_speeds"] = found
+    vars(adapt_module)["measure_speeds"] = found
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     code = train.main(arguments)

@@ -25,9 +25,10 @@ from cocod_accel.checkpoint.merge import merged
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.report import read_summary
-from cocod_accel.runs.folder import Place, RunFolder
 from cocod_accel.tasks import build_model, build_task
-from cocod_accel.trainer.trainer import Trainer, model_digest
+from cocod_accel.trainer.export import model_digest
+from cocod_accel.trainer.resume_policy import Place, find_place
+from cocod_accel.trainer.trainer import Trainer
 from tests import loops, resume
 from tests.resume import Case, arguments, stop_and_go_on, worker
 from tests.workers import run_outcomes, run_workers
@@ -213,17 +214,17 @@ def test_a_changed_configuration_does_not_go_on(tmp_path: Path) -> None:
 
 def test_a_folder_is_gone_on_with_only_by_whom_it_belongs_to(tmp_path: Path) -> None:
     config = load_config([f"output={tmp_path}", "name=run"])
-    first = RunFolder.find(config, "launcher", is_restart=False)
+    first = find_place(config, "launcher", is_restart=False)
     assert first == Place(tmp_path / "run")
     # The lock is this process's until it ends, so another start finds the folder in use.
-    assert RunFolder.find(config, "other", is_restart=False) == Place(tmp_path / "run-2")
+    assert find_place(config, "other", is_restart=False) == Place(tmp_path / "run-2")
     (tmp_path / "run-2" / "summary.json").write_text("{}")
-    assert RunFolder.find(config, "other", is_restart=True) == Place(tmp_path / "run-2", is_finished=True)
-    assert RunFolder.find(config, "third", is_restart=True) == Place(tmp_path / "run-3")
+    assert find_place(config, "other", is_restart=True) == Place(tmp_path / "run-2", is_finished=True)
+    assert find_place(config, "third", is_restart=True) == Place(tmp_path / "run-3")
     (tmp_path / "run-3" / "metrics.jsonl").write_text("{}")
-    assert RunFolder.find(config, "third", is_restart=False) == Place(tmp_path / "run-4"), "rows, but nothing to go on from"
+    assert find_place(config, "third", is_restart=False) == Place(tmp_path / "run-4"), "rows, but nothing to go on from"
     with pytest.raises(ConfigError, match=r"checkpoint\.resume=nowhere: holds no checkpoint"):
-        RunFolder.find(load_config([f"output={tmp_path}", "checkpoint.resume=nowhere"]), "x", is_restart=False)
+        find_place(load_config([f"output={tmp_path}", "checkpoint.resume=nowhere"]), "x", is_restart=False)
 
 
 # ------------------------------------------------------------------------------------- damaged and malicious

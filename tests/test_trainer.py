@@ -18,7 +18,8 @@ from cocod_accel import ALGORITHMS, cli, train
 from cocod_accel.checkpoint.files import checkpoints_in
 from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
-from cocod_accel.trainer.trainer import Trainer
+from cocod_accel.trainer.recorder import Recorder
+from tests.blocks import read_blocks
 from tests.workers import run_outcomes, run_workers
 
 ROOT = Path(__file__).parents[1]
@@ -198,7 +199,7 @@ def test_workers_that_are_not_there_are_missed(tmp_path: Path) -> None:
     done = command("accelerate", "launch", "--cpu", "--num_processes", "2", *arguments)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "cluster.num_workers=2: but 1 process is there; run: accelerate launch --config_file" in line
+    assert "cluster.num_workers=2: only 1 process was started; run: accelerate launch --config_file" in line
     assert not (tmp_path / "runs").exists()
 
 
@@ -206,7 +207,7 @@ def test_more_workers_than_meant_are_refused(tmp_path: Path) -> None:
     arguments = ["-m", "cocod_accel.train", "configs/quickstart.yaml", *TINY, f"output={tmp_path / 'runs'}"]
     done = command("torchrun", "--nproc_per_node", "3", "--standalone", *arguments)
     assert done.returncode != 0
-    assert "error: cluster.num_workers=2: but 3 processes are there; run: accelerate launch" in done.stderr
+    assert "error: cluster.num_workers=2: 3 processes were started; run: accelerate launch" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -259,7 +260,7 @@ def test_ctrl_c_is_one_line_and_leaves_nobody(tmp_path: Path) -> None:
             process.wait()
     assert process.returncode == 130
     assert [line for line in err.splitlines() if line.strip()] == [
-        "interrupted; the run folder holds what was written until now"
+        "interrupted; the run folder holds everything written so far"
     ]
     marker = f"output={tmp_path}"
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if marker in read_quietly(p)]
@@ -310,6 +311,32 @@ def test_a_users_own_model_and_data_need_no_change_here(data: str, tmp_path: Pat
     assert read_summary(tmp_path / "own")["final_accuracy"] == 1.0
 
 
+def with_folder_on_path(rank: int, folder: str, arguments: list[str]) -> int:
+    sys.path.insert(0, folder)
+    return as_launched(rank, arguments)
+
+
+def test_the_algorithm_of_the_tutorial_is_trained_from_yaml(tmp_path: Path) -> None:
+    """With a pull of 1 it is Local-SGD, to the bit; with another it is not."""
+    page = (ROOT / "docs" / "tutorials" / "own_algorithm.md").read_text()
+    (code,) = [block.text for block in read_blocks(page) if block.title == "pulled.py"]
+    (tmp_path / "pulled.py").write_text(code)
+    given = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"output={tmp_path}", "logging.trackers=[]", "algorithm.period=3"]
+    algorithms = {
+        "local": "algorithm: {name: local}",
+        "all": "algorithm: {name: 'pulled:PulledSGD', args: {pull: 1.0}}",
+        "half": "algorithm: {name: 'pulled:PulledSGD'}",
+    }
+    digests = {}
+    for name, text in algorithms.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+        more = [str(tmp_path / f"{name}.yaml"), f"name={name}"]
+        assert run_workers(2, with_folder_on_path, str(tmp_path), [*given, *more]) == [0, 0]
+        digests[name] = read_summary(tmp_path / name)["model_digest"]
+    assert digests["all"] == digests["local"] != digests["half"]
+    assert read_summary(tmp_path / "all")["algorithm"] == "pulled:PulledSGD"
+
+
 def test_proportional_sampling_reaches_the_trainer(tmp_path: Path) -> None:
     arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, "cluster.speeds=[1, 2]", "cluster.proportional=true"]
     arguments += [f"output={tmp_path}", "name=mixed", "logging.trackers=[]"]
@@ -357,14 +384,14 @@ def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> Non
 def stopped_by_one(rank: int, arguments: list[str]) -> int:
     """Worker 1 alone is asked to stop after its 9th training step."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    step = Trainer._span
+    spanned = Recorder.span
 
-    def span(self: Trainer, name: str, start: float, end: float) -> None:
-        step(self, name, start, end)
-        if rank == 1 and self.step == 9 and name == "compute":
+    def span(self: Recorder, name: str, start: float, end: float) -> None:
+        spanned(self, name, start, end)
+        if rank == 1 and self.worker.step == 9 and name == "compute":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Trainer._span = span  # type: ignore[method-assign]
+    Recorder.span = span  # type: ignore[method-assign]
     return train.main(arguments)
 
 

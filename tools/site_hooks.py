@@ -160,7 +160,9 @@ def _default(value: ast.expr | None) -> str:
     assert value is not None, "every setting has a default"
     if isinstance(value, ast.Call) and value.keywords:  # field(default_factory=...)
         factory = value.keywords[0].value
-        if isinstance(factory, ast.Lambda):
+        if value.keywords[0].arg == "default":
+            value = factory
+        elif isinstance(factory, ast.Lambda):
             value = factory.body
         else:
             return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "a section")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from cocod_accel.config.rules import validate
 from cocod_accel.config.settings import MEASURE as MEASURE
@@ -31,19 +32,20 @@ def load_config(arguments: list[str]) -> Config:
 
 
 def merged_config(arguments: list[str]) -> Config:
-    """The same without validating the whole: single keys are known and have their types, and that is all."""
+    """The same without validating the whole: keys are known and values have their types, nothing more."""
     tree = OmegaConf.structured(Config)
     files = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     for file in files:
-        tree = merge_strictly(Config, tree, read_yaml(file), file)
+        tree = merge_strictly(Config, tree, _modernised(read_yaml(file), file), file)
     for override in overrides:
         key, _, _ = override.partition("=")
         try:
             given = OmegaConf.from_dotlist([override])
         except Exception as error:
             raise ConfigError(f"{override}: not a key=value override ({first_line(error)}); write e.g. seed=1") from error
-        tree = merge_strictly(Config, tree, given, f"override {key}")
+        source = f"override {key}"
+        tree = merge_strictly(Config, tree, _modernised(given, source), source)
     config = resolved(tree)
     assert isinstance(config, Config)
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
@@ -51,16 +53,66 @@ def merged_config(arguments: list[str]) -> Config:
 
 
 def load_training_config(arguments: list[str]) -> Config:
-    """The same, for a run that is to be trained."""
+    """The same, for a run that will be trained."""
     config = load_config(arguments)
     cluster = config.emulate.cluster
-    require(cluster is None, "emulate.cluster", cluster, "marks a simulated run; give emulate.cluster=null to train it")
+    require(cluster is None, "emulate.cluster", cluster, "marks a simulated run; set emulate.cluster=null to train it")
     return config
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration; loading it gives an equal one."""
     save_yaml(config, path)
+
+
+# ---- files written before a key was replaced
+
+
+def _pull_back(value: Any) -> dict[str, Any]:
+    if value:
+        raise ConfigError(
+            f"algorithm.pull_back={value}: was removed, because it threw progress away; "
+            "use algorithm.own_share (1: the paper, 0: restart from the mean)"
+        )
+    return {}
+
+
+def _outer_momentum(value: Any) -> dict[str, Any]:
+    return {"outer": {"rate": 1.0, "momentum": value, "nesterov": False} if value else None}
+
+
+#: Replaced keys of ``algorithm``: what the old value means now.
+_REPLACED: dict[str, Callable[[Any], dict[str, Any]]] = {"pull_back": _pull_back, "outer_momentum": _outer_momentum}
+
+
+def modernised(tree: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a file with today's keys."""
+    options = tree.get("algorithm")
+    if not isinstance(options, dict):
+        return tree
+    for key, translate in _REPLACED.items():
+        if key in options:
+            rest = {name: value for name, value in options.items() if name != key}
+            # What the same file says with today's key counts.
+            options = {**translate(_as_number(options[key], key)), **rest}
+    return {**tree, "algorithm": options}
+
+
+def _modernised(given: DictConfig, source: str) -> DictConfig:
+    tree: Any = OmegaConf.to_container(given, resolve=False)
+    try:
+        return DictConfig(modernised(tree))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _as_number(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"algorithm.{key}={value}: was removed; use algorithm.own_share or algorithm.outer")
+    return float(value)
+
+
+# ---- helpers
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

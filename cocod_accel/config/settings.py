@@ -1,6 +1,8 @@
-"""Every setting of a run: its default, and what it means.
+"""Every setting of a run: its default, its meaning, the values it takes, and what a change of it affects.
 
-The trees of :mod:`cocod_accel.config.loading`; what may not go together is refused in :mod:`cocod_accel.config.rules`.
+To add a setting, add its field here and use it: loading, checking, saving, resuming and comparing runs all read this tree.
+An option of an algorithm reaches the constructors that have a parameter of the same name:
+:mod:`cocod_accel.config.algorithms`. Rules between several settings are in :mod:`cocod_accel.config.rules`.
 """
 
 from __future__ import annotations
@@ -12,10 +14,26 @@ from omegaconf import OmegaConf
 
 from cocod_accel.algorithms.rounds import Period
 from cocod_accel.comm.emulated import Link
+from cocod_accel.config.fields import (
+    Affects,
+    affected_by,
+    affects,
+    at_least,
+    must,
+    not_negative,
+    one_of,
+    positive,
+    within,
+)
 from cocod_accel.theory.hiding import AUTO
 
-#: What ``cluster.speeds`` says to have them measured.
+#: The value of ``cluster.speeds`` that has them measured.
 MEASURE = "measure"
+
+
+def may_differ(key: str, affected: Affects) -> bool:
+    """Whether two runs may differ in a key, such as ``cluster.num_workers``, without a difference in ``affected``."""
+    return not affected_by(key, Config) & affected
 
 
 @dataclass
@@ -25,20 +43,20 @@ class TaskConfig:
     #: A name from `cocod list`, or `module:callable` that returns (train, test).
     name: str = "fashion_small"
     #: Folder with the data sets that are not embedded.
-    data_dir: str = "data"
+    data_dir: str = field(default="data", metadata=affects(Affects.NOTHING))
     #: Let torchvision download what is missing.
-    download: bool = False
+    download: bool = field(default=False, metadata=affects(Affects.NOTHING))
     #: Random crops and flips for training images; null: the task's own choice.
     augment: bool | None = None
-    #: Images of the built-in sets become so many times smaller in both directions, by the mean of their pixels.
-    shrink: int = 1
-    #: Label-skewed shards: every worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller, the
-    #: fewer classes a worker has; 0.1 gives most workers two or three. null: all shards alike.
-    label_skew: float | None = None
+    #: Downscale the images of the built-in sets by this factor per side, averaging pixels.
+    shrink: int = field(default=1, metadata=at_least(1))
+    #: Label-skewed shards: each worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller it is,
+    #: the fewer classes a worker has; 0.1 gives most workers two or three. null: all shards have the same distribution.
+    label_skew: float | None = field(default=None, metadata=positive(null="all shards have the same distribution"))
     #: Use only the first training samples, for smoke tests.
-    train_limit: int | None = None
+    train_limit: int | None = field(default=None, metadata=at_least(1))
     #: Use only the first test samples.
-    test_limit: int | None = None
+    test_limit: int | None = field(default=None, metadata=at_least(1))
     #: Keyword arguments of a `module:callable`, or of the synthetic task.
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -54,96 +72,116 @@ class ModelConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """How workers keep together."""
+class OuterConfig:
+    """An outer optimizer: SGD on the mean of the workers' updates, as in DiLoCo. The defaults adopt the mean as it is."""
 
-    #: ssgd, pipe, local, cocod or asynlocal.
+    #: Learning rate of the outer step; 1 goes all the way to the mean.
+    rate: float = field(default=1.0, metadata=positive())
+    #: Momentum of the outer step.
+    momentum: float = field(default=0.0, metadata=within("[0, 1)"))
+    #: Nesterov momentum; requires momentum above 0.
+    nesterov: bool = False
+
+    def build(self) -> Any:
+        """What the algorithms take."""
+        from cocod_accel.averaging.rules import Outer
+
+        return Outer(rate=self.rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+@dataclass
+class AlgorithmConfig:
+    """How workers keep their models together."""
+
+    #: ssgd, pipe, local, cocod or asynlocal; or `module:Class`, your own subclass of `cocod_accel.Algorithm`.
     name: str = "cocod"
-    #: Steps a round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]], or (local, cocod) `auto`: as many as
+    #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]], or (local, cocod) `auto`: as many as
     #: hide an average, measured before training and after every epoch.
     period: Any = 5
-    #: What becomes of momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
+    #: What happens to momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
-    #: How models travel in rounds (local, cocod, asynlocal): fp32, or bf16 or int8 of the change since the last mean.
+    #: How models are sent (local, cocod, asynlocal): fp32, or bf16 or int8 of the change since the last mean.
     payload: str = "fp32"
-    #: Parts that a model is sent in, one after the other in a round of cocod; at most the shortest period.
-    fragments: int = 1
-    #: For long rounds and workers whose data differ: how far a merge of cocod pulls a worker back towards the mean. 0: not
-    #: at all; below 1.
-    pull_back: float = 0.0
-    #: For the same: the momentum with which the mean moves (local, cocod, asynlocal). 0: none; below 1.
-    outer_momentum: float = 0.0
+    #: Send the model in this many parts, one after the other within a round; at most the shortest period.
+    fragments: int = field(default=1, metadata=at_least(1))
+    #: Share of its own progress since the launch that a worker keeps at a merge (cocod). 1: all of it, as in the paper; 0:
+    #: workers restart from the common point. For long rounds and workers whose data differ.
+    own_share: float = field(default=1.0, metadata=within("[0, 1]"))
+    #: Outer optimizer for the mean update (local, cocod, asynlocal). null: adopt the mean, as in the paper.
+    outer: OuterConfig | None = None
+    #: Keyword arguments of a `module:Class`, besides the options above that its constructor takes.
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class OptimizerConfig:
-    """What a worker steps with."""
+    """The optimizer of each worker."""
 
     #: sgd, adam or adamw.
-    name: str = "sgd"
+    name: str = field(default="sgd", metadata=one_of("sgd", "adam", "adamw"))
     #: The rate of one worker with the base batch; scaled up for all workers together as in Remark 4 of the paper.
-    learning_rate: float = 0.01
-    #: false: every worker steps with learning_rate as it is.
+    learning_rate: float = field(default=0.01, metadata=positive())
+    #: false: every worker uses learning_rate as it is.
     scale_learning_rate: bool = True
-    #: Of sgd.
-    momentum: float = 0.9
+    #: Momentum of sgd.
+    momentum: float = field(default=0.9, metadata=within("[0, 1)"))
     #: L2 penalty; adamw decays weights instead.
-    weight_decay: float = 1e-4
-    #: Nesterov's momentum, of sgd.
+    weight_decay: float = field(default=1e-4, metadata=not_negative())
+    #: Nesterov momentum for sgd.
     nesterov: bool = False
 
 
 @dataclass
 class ScheduleConfig:
-    """How long to train, and with which rates."""
+    """How long to train, and with which learning rates."""
 
     #: Passes over the training set.
-    epochs: int = 8
-    #: Epochs over which the rate grows, step by step, from the base to the scaled one.
-    warmup_epochs: float = 1.0
-    #: The rate is multiplied by decay_factor at the beginning of these epochs, counted from 0.
+    epochs: int = field(default=8, metadata=at_least(1) | affects(Affects.FIGURES | Affects.CELL))
+    #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one.
+    warmup_epochs: float = field(default=1.0, metadata=not_negative())
+    #: The learning rate is multiplied by decay_factor at the beginning of these epochs, counted from 0.
     decay_epochs: list[int] = field(default_factory=list)
-    #: What the rate is multiplied by there.
-    decay_factor: float = 0.1
+    #: Factor applied at each of decay_epochs.
+    decay_factor: float = field(default=0.1, metadata=within("(0, 1]"))
 
 
 @dataclass
 class ClusterConfig:
     """Who trains: how many workers, how fast they are, who gets which batches."""
 
-    #: How many workers are meant. The run refuses to start if another number is there.
-    num_workers: int = 2
-    #: Relative speeds, one per worker; `measure`: found before training; a speeds.json: those of that run; null: all alike.
+    #: Number of workers. The run refuses to start with any other number of processes.
+    num_workers: int = field(default=2, metadata=at_least(1))
+    #: Relative speeds, one per worker; `measure`: measured before training; a speeds.json: those of that run; null: equal.
     speeds: Any = None
-    #: How long `measure` takes at least, after its warm-up.
-    measure_seconds: float = 8.0
-    #: Workers that share a node, next to each other in rank: they sum their gradients in every step, and the algorithm
-    #: runs between nodes. 1: every worker is on its own.
-    workers_per_replica: int = 1
+    #: Minimum duration of `measure`, after its warm-up.
+    measure_seconds: float = field(default=8.0, metadata=not_negative() | affects(Affects.CELL))
+    #: Workers per node, with consecutive ranks: they sum their gradients in every step, and the algorithm runs between
+    #: nodes. 1: each worker is a node.
+    workers_per_replica: int = field(default=1, metadata=at_least(1))
     #: Give faster workers larger batches and shards (section 3.2 of the paper).
     proportional: bool = False
-    #: Keep this sum of batches; null: the slowest worker takes batch_size.
+    #: Keep the sum of all batches at this number; null: the slowest worker takes batch_size.
     global_batch: int | None = None
-    #: Samples are reshuffled every epoch `within` every worker's shard, or `across` all of them.
-    shuffle: str = "within"
-    #: Every so many epochs, move batches to the workers' speeds of the last one; the global batch stays. null: never.
-    replan_epochs: int | None = None
+    #: Reshuffle samples every epoch `within` each worker's shard, or `across` all of them.
+    shuffle: str = field(default="within", metadata=one_of("within", "across"))
+    #: Every this many epochs, adapt batches to the workers' speeds in the last epoch; the global batch stays. null: never.
+    replan_epochs: int | None = field(default=None, metadata=at_least(1))
     #: cpu, or auto for whatever accelerate finds.
-    device: str = "auto"
-    #: After a connection broke, how long to wait for word of who died.
-    dead_seconds: float = 30.0
+    device: str = field(default="auto", metadata=one_of("auto", "cpu"))
+    #: After a connection broke, how long to wait for the name of the worker that died.
+    dead_seconds: float = field(default=30.0, metadata=positive() | affects(Affects.CELL))
     #: How long a worker may be silent before it counts as frozen and ends the run on all others.
-    frozen_seconds: float = 120.0
+    frozen_seconds: float = field(default=120.0, metadata=positive() | affects(Affects.CELL))
 
 
 @dataclass
 class LinkConfig:
     """A link between neighbours in a ring."""
 
-    #: Goodput in Mbit/s; null: the bandwidth that is there.
-    bandwidth_mbit: float | None = None
-    #: Of every message of the ring.
-    latency_ms: float = 0.0
+    #: Goodput in Mbit/s; null: no limit.
+    bandwidth_mbit: float | None = field(default=None, metadata=positive(null="no limit"))
+    #: Latency of each message in the ring.
+    latency_ms: float = field(default=0.0, metadata=not_negative())
 
 
 @dataclass
@@ -152,7 +190,7 @@ class EmulateConfig:
 
     #: How many times longer each worker computes, e.g. [1, 1, 2, 2]; an entry may be (first epoch, factor) pairs.
     slowdown: Any = None
-    #: Collectives take what a ring all-reduce on this link would, in the background.
+    #: Collectives take as long as a ring all-reduce on this link would, in the background.
     link: LinkConfig = field(default_factory=LinkConfig)
     #: Written by `cocod simulate`: the cluster that this run was simulated on. Such a run was never trained.
     cluster: str | None = None
@@ -162,48 +200,51 @@ class EmulateConfig:
 class EvaluationConfig:
     """When the averaged model is tested, and against which accuracies."""
 
-    #: Evaluate after every so many epochs; the last one always.
-    every_epochs: int = 1
-    #: Of images that are evaluated, on every worker.
-    batch_size: int = 250
-    #: Accuracies whose first reaching is reported as time to accuracy.
-    targets: list[float] = field(default_factory=lambda: [0.7, 0.75, 0.8, 0.85])
-    #: Also take the averaged model's loss on the training data, built-in ones not augmented: ``mean_train_loss`` in rows,
-    #: where ``train_loss`` is the mean of what the workers' own models lost while they trained.
-    training_loss: bool = False
+    #: Evaluate every this many epochs, and always after the last one.
+    every_epochs: int = field(default=1, metadata=at_least(1))
+    #: Batch size for evaluation, on every worker.
+    batch_size: int = field(default=250, metadata=at_least(1) | affects(Affects.CELL))
+    #: Report the training time at which each of these accuracies was first reached.
+    targets: list[float] = field(
+        default_factory=lambda: [0.7, 0.75, 0.8, 0.85],
+        metadata=must("must be a share in (0, 1], e.g. 0.85", lambda v: 0 < v <= 1) | affects(Affects.NOTHING),
+    )
+    #: Also compute the averaged model's loss on the training data (built-in data: without augmentation): `mean_train_loss`
+    #: in rows. `train_loss` is the mean of the losses that the workers' own models had while training.
+    training_loss: bool = field(default=False, metadata=affects(Affects.CELL))
 
 
 @dataclass
 class CheckpointConfig:
-    """When all workers save where they are, besides the beginning; SIGUSR1 and SIGTERM to any of them ask for it too."""
+    """When all workers save, besides the start; SIGUSR1 or SIGTERM to any of them also saves."""
 
-    #: Save every so many steps; null: not by steps.
-    every_steps: int | None = None
-    #: Save every so many epochs; null: not by epochs.
-    every_epochs: int | None = 1
-    #: Save every so many minutes; null: not by time.
-    every_minutes: float | None = None
-    #: How many checkpoints to keep.
-    keep: int = 2
-    #: auto: go on with an unfinished run of this name and configuration; never; or a checkpoint or run folder to go on from.
-    resume: str = "auto"
+    #: Save every this many steps; null: not by steps.
+    every_steps: int | None = field(default=None, metadata=at_least(1))
+    #: Save every this many epochs; null: not by epochs.
+    every_epochs: int | None = field(default=1, metadata=at_least(1))
+    #: Save every this many minutes; null: not by time.
+    every_minutes: float | None = field(default=None, metadata=positive())
+    #: Number of checkpoints to keep.
+    keep: int = field(default=2, metadata=at_least(1))
+    #: auto: resume an unfinished run of this name and configuration; never; or a checkpoint or run folder to start from.
+    resume: str = field(default="auto", metadata=affects(Affects.FIGURES))
 
 
 @dataclass
 class LoggingConfig:
-    """What is written down, and where to."""
+    """What is logged, and where."""
 
-    #: A row of training metrics every so many steps.
-    every_steps: int = 20
+    #: A row of training metrics every this many steps.
+    every_steps: int = field(default=20, metadata=at_least(1))
     #: Any of wandb, tensorboard; or none.
-    trackers: list[str] = field(default_factory=lambda: ["wandb"])
+    trackers: list[str] = field(default_factory=lambda: ["wandb"], metadata=one_of("wandb", "tensorboard"))
     #: online, offline or disabled.
-    wandb_mode: str = "offline"
+    wandb_mode: str = field(default="offline", metadata=one_of("online", "offline", "disabled"))
     #: wandb's project.
     project: str = "cocod_accel"
     #: Runs of one comparison share a group.
     group: str | None = None
-    #: Keep one row for every computation and communication, for timelines.
+    #: Write a row for every computation and communication, for timelines.
     spans: bool = True
 
 
@@ -212,41 +253,43 @@ class Config:
     """One run."""
 
     #: Name of the run and of its folder; null: algorithm, task and seed.
-    name: str | None = None
+    name: str | None = field(
+        default=None, metadata=must("must not contain a slash", lambda name: "/" not in name) | affects(Affects.NOTHING)
+    )
     #: Folder in which the run folder is made.
-    output: str = "runs"
-    #: Of the model, the shuffling and everything else that is drawn.
-    seed: int = 0
-    #: The batch of one worker (the slowest one, if proportional).
-    batch_size: int = 32
+    output: str = field(default="runs", metadata=affects(Affects.NOTHING))
+    #: Seed of the model, the shuffling and everything else that is random.
+    seed: int = field(default=0, metadata=at_least(0) | affects(Affects.RUN | Affects.CELL))
+    #: Batch size of one worker (of the slowest one, if proportional).
+    batch_size: int = field(default=32, metadata=at_least(1))
     #: no, or bf16 for autocast.
-    precision: str = "no"
-    #: Processes that load data for each worker; 0 in the training process. Only for data that is not held in memory.
-    loader_workers: int = 0
+    precision: str = field(default="no", metadata=one_of("no", "bf16"))
+    #: Data loading processes per worker; 0: load in the training process. Only for data that is not held in memory.
+    loader_workers: int = field(default=0, metadata=at_least(0) | affects(Affects.FIGURES | Affects.CELL))
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    emulate: EmulateConfig = field(default_factory=EmulateConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig, metadata=affects(Affects.FIGURES | Affects.CELL))
+    emulate: EmulateConfig = field(default_factory=EmulateConfig, metadata=affects(Affects.RUN | Affects.FIGURES))
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, metadata=affects(Affects.FIGURES | Affects.CELL))
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=affects(Affects.NOTHING))
+    logging: LoggingConfig = field(default_factory=LoggingConfig, metadata=affects(Affects.NOTHING))
 
     @property
     def run_name(self) -> str:
         sampling = "-ps" if self.cluster.proportional else ""
-        return self.name or f"{self.algorithm.name}{sampling}-{self.task.name.replace(':', '.')}-seed{self.seed}"
+        return self.name or f"{self.algorithm.name}{sampling}-{self.task.name}-seed{self.seed}".replace(":", ".")
 
     @property
     def speeds(self) -> list[float]:
-        """Every worker's, all alike as long as they have not been measured."""
+        """Each worker's speed; all equal until they have been measured."""
         speeds = self.cluster.speeds
         return [1.0] * self.cluster.num_workers if speeds is None or speeds == MEASURE else list(speeds)
 
     def slowdown(self, rank: int, epoch: int) -> float:
-        """How many times longer worker ``rank`` is to compute in an epoch, counted from 0."""
+        """How many times longer worker ``rank`` computes in an epoch, counted from 0."""
         if self.emulate.slowdown is None:
             return 1.0
         entry = self.emulate.slowdown[rank]
@@ -270,7 +313,7 @@ class Config:
 
     @property
     def clock(self) -> str:
-        """What its seconds are: real, emulated or simulated."""
+        """The kind of its seconds: real, emulated or simulated."""
         if self.emulate.cluster is not None:
             return "simulated"
         return "real" if self.emulated is None else "emulated"
@@ -281,7 +324,7 @@ class Config:
 
     @property
     def period_by_epoch(self) -> list[tuple[int, int]]:
-        """(first epoch, period) pairs; of ``auto``, the shortest there may be, as long as none has been decided."""
+        """(first epoch, period) pairs; for ``auto``, the shortest possible period until one has been chosen."""
         if self.has_auto_period:
             return [(0, self.algorithm.fragments)]
         return list(Period.parse(_plain(self.algorithm.period)).schedule)

@@ -24,7 +24,7 @@ def profiles() -> Path:
 
 
 def found(file: str | Path) -> Path:
-    """Where a file is; ``configs/...`` is the package's own where there is none of that name here."""
+    """The path of a file; ``configs/...`` is the package's own if there is none here."""
     path = Path(file)
     if path.is_file() or path.parts[:1] != ("configs",):
         return path
@@ -32,7 +32,7 @@ def found(file: str | Path) -> Path:
 
 
 def read_yaml(file: str | Path) -> DictConfig:
-    """What a YAML file holds."""
+    """Read a YAML file."""
     path = found(file)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
@@ -94,7 +94,8 @@ def _check_keys(root: type, node: type, given: Any, prefix: str, source: str) ->
     known = _sections(node)
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=1) or _elsewhere(str(key), root)
+            elsewhere = sorted(_elsewhere(str(key), root), key=lambda name: name.count("."))  # the outermost first
+            near = difflib.get_close_matches(str(key), list(known), n=1) or elsewhere
             hint = f"did you mean {prefix if near[0] in known else ''}{near[0]}?" if near else f"known: {', '.join(known)}"
             raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
         child, shape = known[key]

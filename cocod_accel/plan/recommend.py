@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config, merged_config
 from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError
@@ -86,7 +87,7 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     expected = [planner.expected(cluster.resized(n), payload) for n in counts or worker_counts(cluster.num_workers)]
     own = next(row for row in expected if row.num_workers == cluster.num_workers)
     algorithm, why = best_algorithm(own.speedups, cluster.num_workers)
-    kind = ALGORITHMS[algorithm]
+    kind = algorithm_class(algorithm)
     if kind.reduces_gradients:
         payload, notes, warnings = "fp32", [], []
     config = planner.config(cluster, algorithm, period=period, payload=payload)
@@ -178,7 +179,7 @@ class _Planner:
     def config(
         self, cluster: Cluster, algorithm: str, *, period: int = 1, payload: str = "fp32", steps: int | None = None
     ) -> Config:
-        kind = ALGORITHMS[algorithm]
+        kind = algorithm_class(algorithm)
         uneven = is_uneven(cluster) and kind.same_period
         own = [f"cluster.proportional={str(uneven).lower()}"]
         if kind.reduces_gradients:
@@ -265,7 +266,7 @@ class _Planner:
         """What makes the user's own arguments the configuration that was planned; the command is known to load."""
         options, given = planned.algorithm, self._given
         own = [f"algorithm.name={options.name}"]
-        reduces = ALGORITHMS[options.name].reduces_gradients
+        reduces = algorithm_class(options.name).reduces_gradients
         own.append(f"algorithm.period={1 if reduces else planned.period_by_epoch[-1][1]}")
         if not reduces or given.algorithm.payload != options.payload:
             own.append(f"algorithm.payload={options.payload}")
@@ -273,7 +274,7 @@ class _Planner:
             if getattr(given.algorithm, key) != getattr(options, key):
                 own.append(f"algorithm.{key}={_value(getattr(options, key))}")
         own.append(f"cluster.num_workers={cluster.num_workers}")
-        by_speed = planned.cluster.proportional or not ALGORITHMS[options.name].same_period
+        by_speed = planned.cluster.proportional or not algorithm_class(options.name).same_period
         if by_speed:
             own.append(f"cluster.speeds=[{','.join(_number(speed) for speed in cluster.speeds())}]")
         elif given.cluster.speeds is not None:

@@ -13,28 +13,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cocod_accel.config.fields import Affects
+from cocod_accel.config.settings import may_differ
 from cocod_accel.runs.reading import MEASURES, Run, time_to_target
 
-#: Keys that cannot change what a run measures, and so may differ within a group.
-_FREE_KEYS = frozenset(
-    {
-        "name",
-        "output",
-        "seed",
-        "task.data_dir",
-        "task.download",
-        "cluster.measure_seconds",
-        "cluster.dead_seconds",
-        "cluster.frozen_seconds",
-        "evaluation.batch_size",
-        "evaluation.targets",
-        "evaluation.training_loss",
-        "checkpoint.every_steps",
-        "checkpoint.every_epochs",
-        "checkpoint.every_minutes",
-        "checkpoint.keep",
-    }
-)
 #: Said by every label anyway.
 _IN_LABEL = frozenset({"algorithm.name", "cluster.proportional"})
 #: What must be equal for one group's time to be measured against another's.
@@ -145,7 +127,7 @@ def _rank(group: Group) -> tuple[bool, float, float, float]:
 
 def compared(run: Run) -> dict[str, str]:
     """The part of a run's configuration in which two runs of one group must be equal."""
-    config = {key: value for key, value in run.config.items() if key not in _FREE_KEYS and not key.startswith("logging.")}
+    config = {key: value for key, value in run.config.items() if not may_differ(key, Affects.FIGURES)}
     if config.get("checkpoint.resume") in ("auto", "never"):  # anything else is another beginning
         del config["checkpoint.resume"]
     return config

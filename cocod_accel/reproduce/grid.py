@@ -42,9 +42,9 @@ ALPHAS = (None, 1.0, 0.1)
 #: Workers of which half are twice as fast, with batches by speed.
 MIXED = "mixed"
 REMEDIES = {
-    "pull 0.5": ("algorithm.pull_back=0.5",),
-    "outer 0.5": ("algorithm.outer_momentum=0.5",),
-    "pull 0.5, outer 0.5": ("algorithm.pull_back=0.5", "algorithm.outer_momentum=0.5"),
+    "own share 0.5": ("algorithm.own_share=0.5",),
+    "outer 0.5": ("algorithm.outer.momentum=0.5",),
+    "own share 0.5, outer 0.5": ("algorithm.own_share=0.5", "algorithm.outer.momentum=0.5"),
 }
 
 

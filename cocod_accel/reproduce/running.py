@@ -22,8 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cocod_accel.config.fields import Affects
 from cocod_accel.config.loading import flattened, save_config
-from cocod_accel.config.settings import Config
+from cocod_accel.config.settings import Config, may_differ
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.grid import Cell
 from cocod_accel.simulator.simulate import configured, title
@@ -39,17 +40,6 @@ _SUMMARY = (
 _EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
 #: The same where the averaged model's loss on the training data was taken, too.
 _MORE = ("mean_train_loss",)
-#: What changes nothing of what a run learns.
-_FREE_KEYS = (
-    "name",
-    "output",
-    "logging.",
-    "checkpoint.",
-    "task.data_dir",
-    "task.download",
-    "evaluation.targets",
-    "emulate.",
-)
 _POLL_SECONDS = 0.2
 
 
@@ -75,7 +65,7 @@ def fingerprint(cell: Cell, overrides: tuple[str, ...] = ()) -> str:
     """
     cluster = cell.on(overrides)
     given, usual = (flattened(asdict(config)) for config in (configured(cluster, [*cell.arguments, *overrides]), Config()))
-    tree = {key: value for key, value in given.items() if value != usual.get(key) and not key.startswith(_FREE_KEYS)}
+    tree = {key: value for key, value in given.items() if value != usual.get(key) and not may_differ(key, Affects.CELL)}
     return hashlib.blake2b(json.dumps([tree, title(cluster)], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 

@@ -10,7 +10,7 @@ class TrainingClock:
     """Seconds spent training on this worker, waits included."""
 
     def __init__(self) -> None:
-        #: Where spans count from.
+        #: Time zero of spans.
         self.origin = time.perf_counter()
         self._total = 0.0
         self._since: float | None = None
@@ -19,7 +19,7 @@ class TrainingClock:
         return [self.seconds, time.perf_counter() - self.origin]
 
     def load_state(self, state: list[float]) -> None:
-        """Go on counting where an earlier process stopped."""
+        """Continue counting where an earlier process stopped."""
         self._total, elapsed = state
         self.origin = time.perf_counter() - elapsed
 

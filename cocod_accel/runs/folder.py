@@ -1,55 +1,34 @@
-"""Clock, rows and the run folder: what a run leaves behind.
+"""The run folder: what a run writes.
 
 ``metrics.jsonl`` has a row per logging step and per evaluation, ``spans/rank_N.jsonl`` a row per computation and
-communication, ``summary.json`` what users compare. Training time is what the paper counts: without evaluation and set-up.
+communication, ``summary.json`` what users compare. A folder is in use by one process at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocod_accel.checkpoint.files import MANIFEST, checkpoints_in
 from cocod_accel.checkpoint.safetree import flush
-from cocod_accel.config.loading import flattened, load_config, save_config
+from cocod_accel.config.loading import save_config
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 
 logger = logging.getLogger(__name__)
 
-
-#: What may differ between a run and its continuation.
-_FREE_TO_CHANGE = ("name", "output", "loader_workers", "schedule.epochs", "task.data_dir", "task.download")
-_FREE_SECTIONS = ("cluster", "evaluation", "checkpoint", "logging")
-
-
-_LAUNCHER = ".launcher"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run writes, and from where it goes on."""
-
-    path: Path
-    #: Go on in a folder that an earlier process has left.
-    is_continued: bool = False
-    #: A checkpoint of another run to begin from.
-    start: Path | None = None
-    #: The run has ended, and this process was only started again.
-    is_finished: bool = False
+#: No more runs than this may have the same name.
+_MOST_RUNS = 10_000
 
 
 class RunFolder:
-    """Where a run writes. Made new, or gone on with if it is not finished: an ended run is never touched."""
+    """Writes the files of one run; every worker has its own object for the same folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,48 +37,22 @@ class RunFolder:
         self._has_warned = False
 
     @staticmethod
-    def find(config: Config, launcher: str, is_restart: bool) -> Place:
-        """The folder of an unfinished run to go on with, or a new one: ``output/name``, ``output/name-2`` and so on.
-
-        ``launcher``: who has started this process. If it is started again after its run had ended (a worker was lost
-        at the very end), there is nothing left to do.
-        """
-        resume = config.checkpoint.resume
-        start = None if resume in ("auto", "never") else _start_of(resume)
-        try:
-            last = _last(config)
-            if is_restart and last is not None and (last / "summary.json").exists() and _launcher_of(last) == launcher:
-                return Place(last, is_finished=True)
-            if resume == "auto" or (is_restart and last is not None and _launcher_of(last) == launcher):
-                unfinished = _unfinished(config)
-                if unfinished is not None:
-                    (unfinished / _LAUNCHER).write_text(launcher)
-                    begun = bool(checkpoints_in(unfinished / "checkpoints"))
-                    return Place(unfinished, is_continued=True, start=None if begun else start)
-            path = RunFolder.create(config)
-            (path / _LAUNCHER).write_text(launcher)
-            return Place(path, start=start)
-        except OSError as error:
-            raise ConfigError(f"output={config.output}: a run folder cannot be made there ({error.strerror})") from error
-
-    @staticmethod
     def create(config: Config) -> Path:
-        """A new folder with the configuration in it, in use until this process ends."""
+        """A new folder ``output/name``, ``output/name-2`` and so on, with the configuration, locked by this process."""
         root = Path(config.output)
         root.mkdir(parents=True, exist_ok=True)
-        for number in range(1, 10_000):
-            path = _numbered(config, number)
+        for path in numbered_folders(config):
             try:
                 path.mkdir()
             except FileExistsError:
                 continue
-            _lock(path)
+            lock(path)
             save_config(config, path / "config.yaml")
             return path
-        raise ConfigError(f"output={config.output}: holds 10,000 runs called {config.run_name}; choose another name")
+        raise ConfigError(f"output={config.output}: holds {_MOST_RUNS:,} runs named {config.run_name}; choose another name")
 
     def sizes(self, rank: int) -> dict[str, int]:
-        """How much this worker has written, in bytes; it is on disk then."""
+        """How many bytes this worker has written; they are on disk when this returns."""
         for path in (self._spans_file(rank), *([self._metrics_file] if rank == 0 else [])):
             if path.is_file():
                 flush(path)
@@ -110,7 +63,7 @@ class RunFolder:
         }
 
     def cut(self, rank: int, sizes: dict[str, int]) -> None:
-        """Forget what was written after a checkpoint; the metrics are worker 0's."""
+        """Discard what was written after a checkpoint; only worker 0 writes metrics."""
         for name, path in (("metrics", self._metrics_file), ("spans", self._spans_file(rank))):
             if name in sizes and path.is_file() and (name == "spans" or rank == 0):
                 with path.open("r+b") as file:
@@ -127,7 +80,7 @@ class RunFolder:
     def row(self, values: dict[str, Any]) -> None:
         """Append one row of metrics."""
         line = json.dumps({key: _finite(value) for key, value in values.items()}) + "\n"
-        with self._survives():
+        with self._tolerating_errors():
             if self._metrics is None:
                 self._metrics = self._metrics_file.open("a")
             self._metrics.write(line)
@@ -136,21 +89,21 @@ class RunFolder:
     def spans(self, rank: int, rows: list[dict[str, Any]]) -> None:
         """Append what this worker did, as rows {rank, step, name, start, end}."""
         if rows:
-            with self._survives(), self._spans_file(rank).open("a") as file:
+            with self._tolerating_errors(), self._spans_file(rank).open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
     @contextlib.contextmanager
-    def _survives(self) -> Iterator[None]:
-        """Rows that cannot be written (a full disk) are no reason to lose a training; said once."""
+    def _tolerating_errors(self) -> Iterator[None]:
+        """Rows that cannot be written (a full disk) are no reason to lose a training run; warns once."""
         try:
             yield
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("rows cannot be written in %s (%s); training goes on without", self.path, error.strerror)
+                logger.warning("cannot write rows in %s (%s); training continues without them", self.path, error.strerror)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all."""
+        """Write ``summary.json`` atomically."""
         temporary = self.path / "summary.json.tmp"
         temporary.write_text(json.dumps(values, indent=2) + "\n")
         flush(temporary)
@@ -161,11 +114,13 @@ class RunFolder:
             self._metrics.close()
 
 
-def _numbered(config: Config, number: int) -> Path:
-    return Path(config.output) / (config.run_name if number == 1 else f"{config.run_name}-{number}")
+def numbered_folders(config: Config) -> Iterator[Path]:
+    """The folders that runs of this name use, in order, whether they exist or not."""
+    for number in range(1, _MOST_RUNS):
+        yield Path(config.output) / (config.run_name if number == 1 else f"{config.run_name}-{number}")
 
 
-def _lock(path: Path) -> bool:
+def lock(path: Path) -> bool:
     """Mark a run folder as in use until this process ends, however it ends; False if it is in use already."""
     handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -173,62 +128,9 @@ def _lock(path: Path) -> bool:
     except OSError:
         os.close(handle)
         return False
-    # The handle stays open. A process forked from this one (to load data) must not hold it when this one is gone.
+    # The handle stays open. A process forked from this one (to load data) must not keep the lock when this one has ended.
     os.register_at_fork(after_in_child=lambda: os.close(handle))
     return True
-
-
-def _last(config: Config) -> Path | None:
-    """The last folder of this name."""
-    last = None
-    for number in range(1, 10_000):
-        if not _numbered(config, number).is_dir():
-            break
-        last = _numbered(config, number)
-    return last
-
-
-def _launcher_of(path: Path) -> str | None:
-    file = path / _LAUNCHER
-    return file.read_text() if file.is_file() else None
-
-
-def _unfinished(config: Config) -> Path | None:
-    """The last folder of this name, if its run can be gone on with."""
-    last = _last(config)
-    if last is None or (last / "summary.json").exists() or not (last / "config.yaml").is_file():
-        return None
-    different = differences(config, last / "config.yaml")
-    if different:
-        logger.warning("%s is not finished, but is another run (%s); beginning anew", last, different[0])
-        return None
-    if not checkpoints_in(last / "checkpoints") and (last / "metrics.jsonl").exists():
-        return None
-    if not _lock(last):
-        logger.warning("%s is not finished, but another process works on it; beginning anew", last)
-        return None
-    return last
-
-
-def differences(config: Config, path: Path) -> list[str]:
-    """What makes the run of another configuration file a different one."""
-    try:
-        other = flattened(dataclasses.asdict(load_config([str(path)])))
-    except ConfigError as error:
-        return [str(error)]
-    own = flattened(dataclasses.asdict(config))
-    free = {key for key in own if key in _FREE_TO_CHANGE or key.split(".")[0] in _FREE_SECTIONS}
-    return [f"{key} is {own[key]}, was {other.get(key)}" for key in own if key not in free and own[key] != other.get(key)]
-
-
-def _start_of(given: str) -> Path:
-    """What ``checkpoint.resume`` names: a checkpoint, or a run folder that holds some."""
-    path = Path(given)
-    if (path / MANIFEST).is_file():
-        return path
-    if not (checkpoints_in(path / "checkpoints") or checkpoints_in(path)):
-        raise ConfigError(f"checkpoint.resume={given}: holds no checkpoint; give auto, never, a run folder or a checkpoint")
-    return path
 
 
 def _finite(value: Any) -> Any:

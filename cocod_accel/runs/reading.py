@@ -6,6 +6,7 @@ what it wrote until then still counts, and it says that it is unfinished.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,8 +18,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cocod_accel.config.loading import flattened
+from cocod_accel.config.loading import flattened, modernised
 from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
 
 #: Any of these makes a folder a run folder.
 _MARKS = ("summary.json", "metrics.jsonl", "config.yaml")
@@ -250,4 +252,7 @@ def _read_config(folder: Path) -> dict[str, str]:
         raise ValueError(f"{path}: is not valid YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: must hold keys and values")
-    return text_config({str(key): value for key, value in tree.items()})
+    given = {str(key): value for key, value in tree.items()}
+    with contextlib.suppress(ConfigError):  # what a run cannot be started with any more can still be read
+        given = modernised(given)
+    return text_config(given)

@@ -26,10 +26,10 @@ from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
+from cocod_accel.trainer.export import model_digest
 from cocod_accel.trainer.launch import threads_of_each
 from cocod_accel.trainer.process import seed_everything
 from cocod_accel.trainer.steps import check_finite, evaluation_row, loss_of, score
-from cocod_accel.trainer.trainer import model_digest
 from cocod_accel.trainer.work import Work
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.rules import validate
 from cocod_accel.config.settings import Config
@@ -112,9 +113,11 @@ def title(cluster: Cluster) -> str:
 
 def _refuse(config: Config) -> None:
     """What a simulation would have to leave out."""
-    emulated, cluster, name = config.emulated, config.cluster, config.algorithm.name
-    if name not in RULES:
-        raise ConfigError(f"algorithm.name={name}: is not simulated; choose from {', '.join(RULES)}")
+    emulated, cluster = config.emulated, config.cluster
+    kind = algorithm_class(config.algorithm.name)
+    if kind.name not in RULES:
+        known = f"choose from {', '.join(RULES)}, or derive it from one of them and keep its name"
+        raise ConfigError(f"algorithm.name={config.algorithm.name}: the times of {kind.name} are not simulated; {known}")
     if emulated is not None:
         raise ConfigError(f"emulate: {emulated} is for real runs; describe workers and network in the cluster file")
     if cluster.workers_per_replica != 1:

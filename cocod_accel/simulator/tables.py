@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.runs.tables import aligned
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.simulate import Simulated
@@ -28,7 +28,7 @@ def report(cluster: Cluster, runs: Sequence[Simulated]) -> str:
 def _names(run: Simulated) -> list[str]:
     config = run.config
     sampling = " + PS" if config.cluster.proportional else ""
-    gradients = ALGORITHMS[config.algorithm.name].reduces_gradients
+    gradients = algorithm_class(config.algorithm.name).reduces_gradients
     period = "-" if gradients else ", ".join(f"{k} from epoch {e}" if e else str(k) for e, k in config.period_by_epoch)
     return [config.algorithm.name + sampling, period]
 

@@ -46,10 +46,10 @@ def build_model(config: Config, task: Task | TaskFacts) -> nn.Module:
             raise ConfigError(f"model.name={name}: returned a {type(model).__name__}, not a torch.nn.Module")
         return model
     if config.model.args:
-        raise ConfigError(f"model.args={config.model.args}: only for a model given as module:callable")
+        raise ConfigError(f"model.args={config.model.args}: requires model.name=module:callable")
     if len(task.input_shape) != 3:
         raise ConfigError(
-            f"model.name={name}: needs images, the task has inputs of shape {task.input_shape}; use module:callable"
+            f"model.name={name}: requires images, but the task has inputs of shape {task.input_shape}; use module:callable"
         )
     built: nn.Module = _choose(MODELS, name, "model.name")(task.input_shape, task.num_classes)
     return built
@@ -84,5 +84,5 @@ def _call(name: str, arguments: dict[str, Any], section: str) -> Any:
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{section}.args={arguments}: {name} does not take them: {error}") from error
+        raise ConfigError(f"{section}.args={arguments}: {name} does not accept them: {error}") from error
     return function(**arguments)

@@ -144,11 +144,13 @@ def _image_task(
 
 
 def shrunk(images: Tensor, factor: int) -> Tensor:
-    """Bytes, ``factor`` times smaller in both directions: the mean of each square of pixels; a rest is cut off."""
+    """Bytes, downscaled by ``factor`` per side: the mean of each square of pixels; remaining rows and columns are cut."""
     if factor == 1:
         return images
     if min(images.shape[-2:]) < factor:
-        raise ConfigError(f"task.shrink={factor}: is more than the images' {tuple(images.shape[-2:])}; use a smaller one")
+        raise ConfigError(
+            f"task.shrink={factor}: is larger than the images, {tuple(images.shape[-2:])}; use a smaller factor"
+        )
     pieces = [torch.nn.functional.avg_pool2d(piece.float(), factor).round_().byte() for piece in images.split(4096)]
     return torch.cat(pieces)
 
@@ -204,7 +206,7 @@ def _idx_task(config: Config, folder: str, kind: str, statistics: Any) -> Task:
 
 def _missing(config: Config, folder: str, name: str) -> ConfigError:
     return ConfigError(
-        f"task.data_dir={config.task.data_dir}: {folder}/{name} is not there; set task.data_dir, or task.download=true"
+        f"task.data_dir={config.task.data_dir}: {folder}/{name} not found; set task.data_dir, or task.download=true"
     )
 
 
@@ -216,7 +218,7 @@ def _download(config: Config, kind: str) -> None:
             getattr(torchvision.datasets, kind)(config.task.data_dir, train=train, download=True)
     except Exception as error:
         raise ConfigError(
-            f"task.download=true: {kind} cannot be downloaded ({type(error).__name__}); put it into {config.task.data_dir}"
+            f"task.download=true: {kind} cannot be downloaded ({type(error).__name__}); copy it to {config.task.data_dir}"
         ) from error
 
 
@@ -287,7 +289,7 @@ def cifar100(config: Config) -> Task:
 
 
 def synthetic_options(config: Config) -> dict[str, Any]:
-    """``task.args`` of the synthetic task, checked, with what is not given."""
+    """``task.args`` of the synthetic task, checked and completed with defaults."""
     options: dict[str, Any] = {
         "num_train": 512,
         "num_test": 256,
@@ -298,10 +300,14 @@ def synthetic_options(config: Config) -> dict[str, Any]:
     }
     for key, value in config.task.args.items():
         if key not in options:
-            raise ConfigError(f"task.args.{key}={value}: the synthetic task takes {', '.join(options)}")
+            raise ConfigError(
+                f"task.args.{key}={value}: is not an option of the synthetic task; it takes {', '.join(options)}"
+            )
         number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         if not number or (key != "noise" and not isinstance(value, int)):
-            raise ConfigError(f"task.args.{key}={value}: must be a positive number" + ("" if key == "noise" else ", whole"))
+            raise ConfigError(
+                f"task.args.{key}={value}: must be a positive {'number' if key == 'noise' else 'whole number'}"
+            )
         options[key] = value
     return options
 

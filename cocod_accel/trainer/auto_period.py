@@ -22,10 +22,10 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 @dataclass(frozen=True)
 class Decision:
-    """A period, and what it was found from."""
+    """A period, and the times it was chosen from."""
 
     period: int
-    #: A step of the slowest worker, without what communication blocked it.
+    #: A step of the slowest worker, without the time it was blocked by communication.
     compute_seconds: float
     #: One average alone, from when the last worker joined it.
     comm_seconds: float
@@ -36,7 +36,7 @@ class Decision:
 
 
 class AutoPeriod:
-    """The periods of a run that have been decided until now.
+    """The periods that have been chosen so far in a run.
 
     Steps are timed while averages are in flight, so they contain the interference; none is taken off once more.
     """
@@ -48,16 +48,16 @@ class AutoPeriod:
 
     @property
     def period(self) -> int:
-        """The one in force for rounds that start now."""
+        """The period of rounds that start now."""
         return self.schedule[-1][1]
 
     def restore(self, schedule: Sequence[Sequence[int]]) -> None:
-        """Go on with what was decided before a checkpoint."""
+        """Continue with the periods that were chosen before a checkpoint."""
         self.schedule = [list(pair) for pair in schedule]
         self._tell()
 
     def begin_anew(self) -> None:
-        """Steps are counted otherwise from here on: what was decided is forgotten."""
+        """Steps are counted differently from here on: forget earlier choices."""
         self.schedule = []
 
     def decide(self, compute_seconds: float) -> Decision | None:

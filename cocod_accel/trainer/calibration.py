@@ -41,14 +41,14 @@ class Calibration:
     #: The batch all workers were measured with.
     batch: int
     devices: list[str]
-    #: What was slowed down on purpose; None: nothing.
+    #: What was slowed down on purpose; None: nothing was.
     emulated: str | None
 
     def save(self, folder: Path) -> None:
         (folder / "speeds.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self, plan: WorkPlan) -> str:
-        """For a terminal: what was measured, and what each worker gets for it."""
+        """For a terminal: what was measured, and each worker's batch, steps and share."""
         rows = [["worker", "device", "ms/step", "samples/s", "speed", "batch", "steps/epoch", "share"]]
         samples = [batch * steps for batch, steps in zip(plan.batches, plan.steps, strict=True)]
         for rank, (device, seconds, speed) in enumerate(zip(self.devices, self.step_seconds, self.speeds, strict=True)):
@@ -93,7 +93,7 @@ def sample_steps(config: Config, task: Task, accelerator: Accelerator, batch: in
         model = build_model(config, task).to(device)
         optimizer = build_optimizer(config, model)
         for group in optimizer.param_groups:
-            group["lr"] = 0.0  # the work of a step, and a model that stays where it is
+            group["lr"] = 0.0  # the work of a step without changing the model
         busy = device.type == "cpu" and has_core_each()
         pace = Pace(is_on=True, slowdown=config.slowdown(rank, epoch=0), is_busy=busy)
         supply = _endless_batches(config, task, batch, rank, device)

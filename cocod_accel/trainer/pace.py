@@ -1,4 +1,4 @@
-"""A worker's pace in a run: what its steps take, and how it is slowed down on purpose."""
+"""How fast a worker computes in a run, and how it is slowed down on purpose."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Pace:
     """
 
     is_on: bool
-    #: How many times longer this worker's computation is to take.
+    #: Computation takes this many times longer.
     slowdown: float = 1.0
     #: Stretch by keeping the core busy, as computing would. A core that sleeps is slower when it wakes up and leaves more of
     #: the machine to the others: measured, one of two workers slept to half its speed was found at 0.43 of the other's.
     is_busy: bool = False
-    #: Of every step since the list was emptied, stretching included.
+    #: Seconds of every step since the list was cleared, stretching included.
     seconds: list[float] = field(default_factory=list)
 
     def begin(self, blocked: float) -> None:
-        """A step begins; ``blocked``: seconds that communication has blocked this worker until now."""
+        """A step begins; ``blocked``: seconds that communication has blocked this worker so far."""
         if self.is_on:
             wait_for_device()
             self._begin, self._blocked = time.perf_counter(), blocked
 
     def end(self, blocked: float) -> tuple[float, float] | None:
-        """The step's computation is done; when it was stretched, from when to when."""
+        """The step's computation is done; if it was stretched, the start and end of that."""
         if not self.is_on:
             return None
         wait_for_device()
@@ -50,9 +50,9 @@ class Pace:
         if not self.is_busy:
             time.sleep(max(0.0, end - time.perf_counter()))
         while time.perf_counter() < end:
-            os.sched_yield()  # whoever communicates meanwhile may have the core
+            os.sched_yield()  # communication may use the core meanwhile
 
     def median_seconds(self) -> float:
-        """Of the steps since the last call; not a number if there were none."""
+        """Median seconds of the steps since the last call; NaN if there were none."""
         seconds, self.seconds = self.seconds, []
         return statistics.median(seconds) if seconds else math.nan

@@ -44,7 +44,7 @@ def speaks_of(lost: int) -> bool:
 
 
 def without_launcher_arguments(arguments: list[str]) -> list[str]:
-    """What is left of a command line for the trainer.
+    """The trainer's part of a command line.
 
     The ``deepspeed`` launcher adds ``--local_rank=N``, and its users say ``--deepspeed_config FILE``. Both mean what an
     accelerate configuration with ``distributed_type: DEEPSPEED`` says through the environment.
@@ -84,21 +84,21 @@ def _check_connected(accelerator: Accelerator, config: Config, arguments: list[s
         return
     command = " ".join(launch_command(meant, arguments, module=module))
     if there == 1 and started > 1:
-        reason = f"{started} processes were started but are not connected to each other"
+        reason = f"{started} processes were started, but are not connected to each other"
     else:
-        reason = f"{there} {'process is' if there == 1 else 'processes are'} there"
-    raise ConfigError(f"cluster.num_workers={meant}: but {reason}; run: {command}")
+        reason = f"{'only ' if there < meant else ''}{there} {'process was' if there == 1 else 'processes were'} started"
+    raise ConfigError(f"cluster.num_workers={meant}: {reason}; run: {command}")
 
 
 @contextmanager
 def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterator[Accelerator]:
-    """An Accelerator of the workers that were meant; everything is torn down on every path."""
+    """An Accelerator with the configured number of workers; everything is torn down on every path."""
     on_cpu = config.cluster.device == "cpu" or not torch.cuda.is_available()
     local_workers = _local_workers()
     if on_cpu:
         if int(os.environ.get("WORLD_SIZE", "1")) == local_workers:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports DeepSpeed if it is there, which complains else
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, complains otherwise
         torch.set_num_threads(threads_of_each(local_workers))
     _connect_after_restart("gloo" if on_cpu else "nccl")
     if uses_deepspeed():
@@ -117,7 +117,7 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
 
 
 def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
-    """An Accelerator that makes DeepSpeed engines; with ``cpu=True`` accelerate would drop DeepSpeed in silence."""
+    """An Accelerator that makes DeepSpeed engines; with ``cpu=True`` accelerate would silently drop DeepSpeed."""
     _check_deepspeed_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
     if on_cpu:
         prepare_for_cpu()
@@ -140,12 +140,12 @@ def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
     if accumulated not in (1, "auto"):
         raise ConfigError(
             f"gradient_accumulation_steps={accumulated}: the trainer steps after every batch; "
-            "set it to 1 in the DeepSpeed configuration and batch_size to what is meant"
+            "set it to 1 in the DeepSpeed configuration, and use batch_size"
         )
     batch = settings.get("train_micro_batch_size_per_gpu", "auto")
     if batch not in (config.batch_size, "auto"):
         raise ConfigError(
-            f"train_micro_batch_size_per_gpu={batch}: but batch_size={config.batch_size}; "
+            f"train_micro_batch_size_per_gpu={batch}: differs from batch_size={config.batch_size}; "
             'set it to "auto" in the DeepSpeed configuration'
         )
     settings["train_micro_batch_size_per_gpu"], settings["train_batch_size"] = config.batch_size, "auto"
@@ -153,7 +153,7 @@ def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
 
 
 def _check_deepspeed_file(file: str) -> None:
-    """Refuse what is no DeepSpeed configuration, before DeepSpeed stumbles over it."""
+    """Refuse a file that is not a DeepSpeed configuration, before DeepSpeed fails on it."""
     if file == "none":
         return
     try:
@@ -171,7 +171,7 @@ def _check_deepspeed_file(file: str) -> None:
 
 
 def _connect_after_restart(backend: str) -> None:
-    """Connect workers that a launcher has started again, because one of them had failed.
+    """Connect workers that a launcher has restarted because one of them failed.
 
     Torch gives them the launcher's old store, in which the addresses of the processes before them still stand, and
     whoever comes first tries to reach those (seen with torch 2.15, gloo). So every start gets a corner of its own.
@@ -187,19 +187,19 @@ def _connect_after_restart(backend: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed what models, dropout and users' own data may draw from."""
+    """Seed all random numbers that models, dropout and users' data may draw."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def is_restart() -> bool:
-    """Whether a launcher has started these workers again after a failure."""
+    """Whether a launcher has restarted these workers after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def started_by() -> str:
-    """The process that has started this one; a process id alone is used again one day."""
+    """The process that started this one; a process id alone may be reused."""
     parent = os.getppid()
     try:
         begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]

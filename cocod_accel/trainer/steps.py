@@ -16,17 +16,17 @@ from cocod_accel.tasks.data import batches
 
 
 class NonFiniteLossError(RuntimeError):
-    """A worker's loss is no longer a number."""
+    """A worker's loss is not finite."""
 
 
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of a batch; inside whatever autocast is on."""
-    # An engine's own autocast ends with its forward: the loss is formed in float32 all the same.
+    """The mean loss of a batch, under the autocast of the caller."""
+    # An engine's own autocast ends with its forward; the loss is computed in float32 in any case.
     return nn.functional.cross_entropy(model(inputs).float(), labels)
 
 
 def check_finite(losses: Sequence[Tensor], rank: int, step: int) -> None:
-    """Raise if one of a worker's last losses, up to ``step``, was not finite; one look at the device for all of them."""
+    """Raise if one of a worker's last losses, up to ``step``, was not finite; synchronises with the device once."""
     if losses:
         finite = torch.isfinite(torch.stack(list(losses)))
         if not bool(finite.all()):
@@ -35,8 +35,8 @@ def check_finite(losses: Sequence[Tensor], rank: int, step: int) -> None:
 
 
 def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: int, device: torch.device) -> list[float]:
-    """Right answers and the sum of losses over one worker's part of the test set, then, as far as it is asked for, the sum
-    of losses over its part of the training set, built-in ones not augmented; the model is in its evaluation mode.
+    """Correct answers and the sum of losses over one worker's part of the test set; then, if configured, the sum of losses
+    over its part of the training set (built-in data: without augmentation). The model is in evaluation mode.
     """
 
     def sums(data: Any, size: int) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: 
         tested = sums(task.test, task.num_test)
         if not config.evaluation.training_loss:
             return [*tested, 0.0]
-        with kept_randomness():  # a loader draws from it, and training goes on as if nobody had looked
+        with kept_randomness():  # a loader draws random numbers, and evaluating must not change training
             return [*tested, sums(task.train, task.num_train)[1]]
 
 

@@ -120,5 +120,5 @@ def _plain(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _warn(name: str, error: Exception) -> None:
     logger.warning(
-        "%s is off for this run (%s); the run folder has everything", name, str(error).split("\n")[0] or type(error)
+        "%s is off for this run (%s); the run folder holds everything", name, str(error).split("\n")[0] or type(error)
     )

@@ -1,4 +1,4 @@
-"""A worker that dies or freezes ends the run on all others, soon, and they say which one it was and where it was.
+"""If a worker dies or freezes, the run soon ends on all others, and they name it and say where it was.
 
 Without this the others wait in a collective: for a frozen worker until the process group's timeout, and then without a name.
 Every worker keeps a heartbeat in the store that the processes were connected through, in a thread of its own, and watches
@@ -24,7 +24,7 @@ _FAULT = "cocod_accel/fault"
 
 
 class Watch:
-    """One worker's heartbeat, and its eye on the next worker.
+    """One worker's heartbeat; it also watches the next worker's.
 
     Args:
         store: a ``torch.distributed`` store that no other thread uses.
@@ -50,7 +50,7 @@ class Watch:
         self._lock = threading.Lock()
         self._count = 0
         self._seen: tuple[int, float] = (-1, time.monotonic())
-        #: Where this worker is, in words; told to the others a few times a second.
+        #: What this worker is doing, in words; published a few times a second.
         self.doing = "starting"
 
     def __enter__(self) -> Self:
@@ -59,7 +59,7 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Nothing of this may hide the error or wait for anybody.
+        # Nothing here may hide the error or wait for another worker.
         self._stopped.set()
         self._thread.join(timeout=5)
         with contextlib.suppress(Exception):
@@ -70,7 +70,7 @@ class Watch:
                 self._accuse(self._rank, f"failed at {self.doing}: {line}")
 
     def explain(self, seconds: float) -> tuple[int, str] | None:
-        """Who is to blame for a collective that failed here; waits a while for somebody to know."""
+        """Which worker made a collective fail here; waits up to ``seconds`` for an answer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = self._fault() or self._neighbour()
@@ -95,7 +95,7 @@ class Watch:
                 failures = 0
             except Exception:  # the store's connection is gone
                 failures += 1
-                found = (-1, "whoever started the workers is gone") if failures > 3 else None
+                found = (-1, "lost contact with the process that started the workers") if failures > 3 else None
             if found is not None and not self._stopped.is_set():
                 with contextlib.suppress(Exception):
                     self._accuse(*found)
@@ -130,10 +130,10 @@ class Watch:
         if is_here and _begun(beat["pid"]) != beat["begun"]:
             return other, f"died at {beat['doing']}"
         if silent > self._frozen_seconds:
-            if is_here:  # or whoever started it would wait for it
+            if is_here:  # otherwise its launcher would wait for it
                 with contextlib.suppress(OSError):
                     os.kill(beat["pid"], signal.SIGKILL)
-            return other, f"has not answered for {silent:.0f} s; it was at {beat['doing']}"
+            return other, f"has not responded for {silent:.0f} s; it was at {beat['doing']}"
         return None
 
     def _accuse(self, rank: int, what: str) -> None:
@@ -143,7 +143,7 @@ class Watch:
 
 @functools.cache
 def _place() -> str | None:
-    """What two processes that see each other's process ids have in common; a host name would not do for containers."""
+    """What two processes that see each other's process ids have in common; a host name would not tell containers apart."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -152,7 +152,7 @@ def _place() -> str | None:
 
 
 def _begun(pid: int) -> str | None:
-    """When a process began, in the kernel's own count; None if it is gone, or dead and only not buried yet."""
+    """When a process began, in the kernel's own count; None if it has ended or is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -169,7 +169,7 @@ def default_store() -> Any:
 
 
 def end_process(line: str | None, code: int) -> None:
-    """Say a line and end at once: the main thread may wait in a collective for ever."""
+    """Print a line and exit at once: the main thread may wait in a collective forever."""
     if line is not None:
         print(line, file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What one worker does in a run, and where it is in it."""
+"""The work of one worker in a run, and its position in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.config.algorithms import algorithm_class, build_algorithm
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.sharding.plan import WorkPlan, local_periods, plan_workers, steps_in_shards
@@ -21,21 +22,20 @@ from cocod_accel.trainer.schedule import learning_rate, period_in_epoch, period_
 
 @dataclass(frozen=True)
 class Work:
-    """What one worker does: its algorithm, its batches, and the steps of every epoch."""
+    """The work of one worker: its algorithm, its batches, and the steps of every epoch."""
 
     algorithm: Algorithm
     plan: WorkPlan
-    #: Of every epoch, each worker's.
+    #: Steps of each worker, epoch by epoch.
     all_steps: tuple[tuple[int, ...], ...]
     rank: int
 
     @classmethod
     def of(cls, config: Config, num_samples: int, rank: int) -> Work:
         """Plan the run for worker ``rank``."""
-        kind: Any = ALGORITHMS[config.algorithm.name]
         by_epoch = config.period_by_epoch
         periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs)]
-        own_period = not kind.same_period
+        own_period = not algorithm_class(config.algorithm.name).same_period
         try:
             plan = plan_workers(
                 config.speeds,
@@ -55,20 +55,12 @@ class Work:
         if own_period:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         steps = [everybodys[rank] for everybodys in all_steps]
-        options: dict[str, Any] = {
-            "period": period_in_steps(by_epoch, steps),
-            "optimizer_state": config.algorithm.optimizer_state,
-            "payload": config.algorithm.payload,
-        }
-        for name, usual in (("fragments", 1), ("pull_back", 0.0), ("outer_momentum", 0.0)):
-            if getattr(config.algorithm, name) != usual:  # not every algorithm knows of it
-                options[name] = getattr(config.algorithm, name)
-        algorithm = kind() if kind.reduces_gradients else kind(**options)
+        algorithm = build_algorithm(config.algorithm, period_in_steps(by_epoch, steps))
         return cls(algorithm, plan, all_steps, rank)
 
     @property
     def steps(self) -> list[int]:
-        """This worker's, of every epoch."""
+        """This worker's steps, epoch by epoch."""
         return [everybodys[self.rank] for everybodys in self.all_steps]
 
     @property
@@ -91,7 +83,7 @@ class Work:
         if config.task.label_skew is not None:
             if not isinstance(data, Images):
                 raise ConfigError(
-                    f"task.label_skew={config.task.label_skew:g}: needs labels in memory; return (inputs, labels) tensors"
+                    f"task.label_skew={config.task.label_skew:g}: requires labels in memory; return (inputs, labels) tensors"
                 )
             order = skewed_order(data.labels, self.plan.shards, config.task.label_skew, seed)
         sampler = self.plan.sampler(self.rank, seed=seed, across=config.cluster.shuffle == "across", order=order)
@@ -99,12 +91,12 @@ class Work:
         if config.loader_workers == 0:
             indices, skipped = indices[skipped * self.batch :], 0
         found = batches(data, indices, self.batch, device, generator=generator, loader_workers=config.loader_workers)
-        for _ in range(skipped):  # the random numbers of processes can only be drawn again
+        for _ in range(skipped):  # random numbers drawn in loader processes can only be drawn again
             next(found)
         return found
 
     def learning_rate(self, config: Config, epoch: float) -> float:
-        """Of all workers together; ``epoch`` counts from 0 and has a fraction."""
+        """The same for all workers; ``epoch`` counts from 0 and has a fraction."""
         base, schedule = config.optimizer.learning_rate, config.schedule
         factor = self.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
         return learning_rate(
@@ -112,16 +104,16 @@ class Work:
         )
 
     def all_samples_per_own(self, epoch: int) -> float:
-        """Samples of all workers for each of this one's, in an epoch."""
+        """Samples that all workers take in an epoch, per sample of this one."""
         used = [b * s for b, s in zip(self.plan.batches, self.all_steps[epoch], strict=True)]
         return float(sum(used) / used[self.rank])
 
 
 @dataclass
 class Position:
-    """Where a worker is in its run; what a checkpoint keeps besides model, optimizer and averages."""
+    """Where a worker is in its run; what a checkpoint holds besides model, optimizer and averages."""
 
-    #: What batches are drawn from; another one after a resumption with other workers.
+    #: Seed of the batches; a new one after resuming with other workers.
     seed: int | str
     epoch: int = 0
     #: Steps taken in this epoch.
@@ -132,19 +124,19 @@ class Position:
     best_accuracy: float = 0.0
     #: Batches that were moved; None: those of the configuration.
     moved_batches: list[int] | None = None
-    #: (batch, seconds) of every worker when batches were last thought of, and the share of a step that is fixed.
+    #: (batch, seconds) of every worker when batches were last adapted, and the share of a step that is fixed.
     paces: list[list[float]] | None = None
     fixed: list[float] | None = None
-    #: (first step, period) pairs that ``algorithm.period: auto`` has decided; None: the configuration says them.
+    #: (first step, period) pairs that ``algorithm.period: auto`` has chosen; None: the configuration states them.
     periods: list[list[int]] | None = None
-    #: Of the random crops and flips.
+    #: State of the generator for random crops and flips.
     generator: Tensor | None = None
-    #: Of all workers.
+    #: Samples that all workers have taken.
     all_samples: float = 0.0
-    #: The batches of the configuration, and every worker's steps in this epoch: the same, or it is another plan.
+    #: The batches of the configuration, and every worker's steps in this epoch: if these differ, so does the plan.
     first_batches: list[int] = field(default_factory=list)
     all_steps: list[int] = field(default_factory=list)
     shuffle: str = ""
-    #: Steps since a checkpoint was last due, and where in the epoch that was last looked at.
+    #: Steps since a checkpoint was last due, and where in the epoch that was last checked.
     shared_steps: int = 0
     last_shared: int = 0

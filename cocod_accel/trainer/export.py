@@ -1,0 +1,31 @@
+"""The trained model as a file, and as a number that tells two models apart."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from torch import nn
+
+from cocod_accel.checkpoint.safetree import flush
+from cocod_accel.comm.agreement import bytes_of
+
+
+def export(model: nn.Module, path: Path) -> None:
+    """Write a file for ``model.load_state_dict(safetensors.torch.load_file(path))``."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    # Copies: safetensors refuses memory that two names share, and load_state_dict expects both names.
+    save_file({name: value.detach().cpu().clone() for name, value in model.state_dict().items()}, temporary)
+    flush(temporary)
+    temporary.replace(path)
+
+
+def model_digest(model: nn.Module) -> int:
+    """48 bits of a hash over parameters and floating buffers: equal models, equal digests."""
+    digest = hashlib.blake2b(digest_size=6)
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            digest.update(bytes_of(value))
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,180 @@
+"""What a run tells: rows, spans, trackers, the progress bar, lines on the terminal, and the summary.
+
+Rows, trackers and lines are worker 0's; spans are written by every worker.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from cocod_accel.runs.folder import RunFolder
+from cocod_accel.trainer.auto_period import Decision
+from cocod_accel.trainer.export import model_digest
+from cocod_accel.trainer.trackers import Trackers
+from cocod_accel.trainer.worker import Worker
+
+
+class Recorder:
+    """Writes what one worker knows of a run. It reads the worker and changes nothing of it."""
+
+    def __init__(self, worker: Worker, folder: RunFolder) -> None:
+        self.worker, self.folder, self.config = worker, folder, worker.config
+        self.trackers = Trackers(worker.accelerator, self.config, folder.path)
+        # The mark of rows and lines of an emulated run; kept, because a row is made in every step.
+        self._label: dict[str, Any] = {} if self.config.emulated is None else {"emulated": True}
+        self._note = " (emulated)" if self._label else ""
+        self._spans: list[dict[str, Any]] = []
+        self._bar: Any = None
+
+    # ---- the terminal
+
+    def start_bar(self) -> None:
+        """Show a progress bar from where the run is, on a terminal."""
+        worker = self.worker
+        hidden = not (worker.is_main and sys.stderr.isatty())
+        done = sum(worker.work.steps[: worker.at.epoch]) + worker.at.index
+        total = sum(worker.work.steps)
+        self._bar = tqdm(total=total, initial=done, disable=hidden, unit="step", leave=False, dynamic_ncols=True)
+
+    def say(self, line: str) -> None:
+        """Print a line, on worker 0."""
+        if self.worker.is_main:
+            if self._bar is not None:
+                self._bar.clear()
+            print(f"{line}{self._note}", flush=True)
+
+    # ---- rows
+
+    def step(self, epoch: int, loss: Tensor, period: int | None) -> None:
+        """A row of training metrics; ``period``: the one that ``auto`` has chosen."""
+        worker = self.worker
+        if not worker.is_main:
+            return
+        stats, seconds = worker.sync.stats(), worker.clock.seconds
+        row = {
+            "epoch": epoch + 1,
+            "loss": loss.item(),
+            "learning_rate": worker.optimizer.param_groups[0]["lr"],
+            "train_seconds": seconds,
+            "samples_per_second": worker.at.all_samples / seconds,
+            "rounds": stats.rounds,
+            "comm_bytes": stats.bytes,
+            "comm_exposed_seconds": stats.exposed_seconds,
+            "comm_hidden_seconds": stats.hidden_seconds,
+            "drift": stats.drift,
+            **({} if period is None else {"period": period}),
+        }
+        self._write("train", row)
+        share = row["comm_exposed_seconds"] / row["train_seconds"]
+        speed = f"{row['samples_per_second']:.0f} samples/s"
+        self._bar.set_description(f"epoch {row['epoch']} loss {row['loss']:.3f} {speed} {share:.0%} waiting", False)
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        if not self.worker.is_main:
+            return
+        self._write("eval", row)
+        if self._bar.disable:
+            self.say(
+                f"epoch {row['epoch']:3d}/{self.config.schedule.epochs}  accuracy {row['accuracy']:.4f}  "
+                f"train loss {row['train_loss']:.4f}  {row['train_seconds']:.1f} s training"
+            )
+        self._bar.set_postfix(accuracy=f"{row['accuracy']:.4f}", refresh=False)
+
+    def plan(self, epoch: int, speeds: Sequence[float]) -> None:
+        """Who takes which batch from ``epoch`` on, counted from 0."""
+        plan = self.worker.work.plan
+        row = {"epoch": epoch, "speeds": list(speeds), "batches": list(plan.batches), "weights": list(plan.weights)}
+        self._row("plan", row)
+
+    def period(self, decision: Decision) -> None:
+        """The period from here on."""
+        self._row("period", {"epoch": self.worker.at.epoch, **vars(decision)})
+        self.say(f"epoch {self.worker.at.epoch + 1}: {decision}")
+
+    def _write(self, kind: str, row: dict[str, Any]) -> None:
+        """To the run folder and to the trackers."""
+        self._row(kind, row)
+        values = {f"{'comm/' if k.startswith(('comm_', 'drift', 'rounds')) else kind + '/'}{k}": v for k, v in row.items()}
+        self.trackers.log({**values, "train_seconds": row["train_seconds"], **self._label}, step=self.worker.step)
+
+    def _row(self, kind: str, row: dict[str, Any]) -> None:
+        if self.worker.is_main:
+            self.folder.row({"kind": kind, "step": self.worker.step, **row, **self._label})
+
+    # ---- spans
+
+    def computed(self, start: float, end: float) -> None:
+        """A step is done."""
+        self.span("compute", start, end)
+        self._bar.update()
+
+    def span(self, name: str, start: float, end: float) -> None:
+        """What this worker did from when to when, in ``time.perf_counter`` seconds."""
+        worker = self.worker
+        if self.config.logging.spans:
+            origin = worker.clock.origin
+            row = {"rank": worker.rank, "step": worker.step, "name": name, "start": start - origin, "end": end - origin}
+            self._spans.append({**row, **self._label})
+
+    def write_spans(self) -> None:
+        for name, start, end in self.worker.sync.control.take_spans():
+            self.span(name, start, end)
+        rows, self._spans = self._spans, []
+        self.folder.spans(self.worker.rank, rows)
+
+    # ---- the end
+
+    def finish(self, summary: dict[str, Any] | None) -> None:
+        """Write the summary and close everything; None: the run was stopped before its end."""
+        if summary is None:
+            self.trackers.finish({})
+        elif self.worker.is_main:
+            self.folder.summary(summary)
+            self.trackers.finish(summary)
+        self.write_spans()
+        self.folder.close()
+
+    def close_bar(self) -> None:
+        self._bar.close()
+
+    def summary(self) -> dict[str, Any]:
+        """What users compare. Collective: the slowest worker's seconds, and proof that all models are equal."""
+        worker, config = self.worker, self.config
+        stats, digest = worker.sync.stats(), model_digest(worker.module)
+        figures = [worker.clock.seconds, stats.bytes, stats.exposed_seconds, stats.hidden_seconds, worker.at.samples]
+        rows = worker.gather([*figures, float(digest)])
+        if len({row[5] for row in rows}) != 1:
+            raise RuntimeError("the workers' models differ after the last average; please report this with the run folder")
+        seconds, num_bytes, exposed, hidden = (max(row[i] for row in rows) for i in range(4))
+        samples = math.fsum(row[4] for row in rows)
+        return {
+            "name": self.folder.path.name,
+            "algorithm": config.algorithm.name,
+            "task": config.task.name,
+            "model": config.model.name,
+            "seed": config.seed,
+            "num_workers": len(rows),
+            "workers_per_replica": config.cluster.workers_per_replica,
+            "proportional": config.cluster.proportional,
+            "batches": list(worker.work.plan.batches),
+            "clock": config.clock,
+            "emulated": config.emulated,
+            "steps": worker.step,
+            "epochs": config.schedule.epochs,
+            "rounds": stats.rounds,
+            "best_accuracy": worker.at.best_accuracy,
+            "final_accuracy": worker.at.accuracy,
+            "train_seconds": seconds,
+            "time_to_accuracy": {f"{target:g}": reached for target, reached in worker.times.seconds.items()},
+            "comm_bytes": int(num_bytes),
+            "comm_exposed_seconds": exposed,
+            "comm_hidden_seconds": hidden,
+            "samples_per_second": samples / seconds,
+            "model_digest": digest,
+        }

@@ -1,0 +1,130 @@
+"""One worker of a run: what its loop, its checkpoints and its records share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.accelerator import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cocod_accel.comm.groups import node_group
+from cocod_accel.config.settings import Config
+from cocod_accel.config.strict import ConfigError
+from cocod_accel.runs.clock import TimeToAccuracy, TrainingClock
+from cocod_accel.sharding.sampler import seeded_generator
+from cocod_accel.sync.attach import attach
+from cocod_accel.tasks import Task, build_optimizer
+from cocod_accel.trainer.launch import has_core_each
+from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.steps import check_finite, loss_of
+from cocod_accel.trainer.watchdog import Watch
+from cocod_accel.trainer.work import Position, Work
+
+
+class Worker:
+    """A model, its optimizer, the algorithm attached to them, and where this worker is in the run."""
+
+    def __init__(
+        self, config: Config, task: Task, model: nn.Module, accelerator: Accelerator, watch: Watch | None = None
+    ) -> None:
+        self.config, self.task, self.accelerator, self._watch = config, task, accelerator, watch
+        self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
+        self.work = Work.of(config, task.num_train, self.rank)
+        inner = node_group(config.cluster.workers_per_replica)
+        self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner)
+        try:
+            weight = self.work.plan.weights[self.rank]
+            self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner)
+        except (TypeError, ValueError) as error:  # on all workers
+            raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
+        if config.link is not None:
+            self.sync.control.emulate_link(config.link)
+        if config.logging.spans:
+            self.sync.control.record_spans()
+        self.sync.control.guard = self.check_losses
+        self.sync.control.listen()
+        self.pace = Pace(
+            is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None or config.has_auto_period,
+            is_busy=accelerator.device.type == "cpu" and has_core_each(),
+        )
+        self.clock = TrainingClock()
+        self.times = TimeToAccuracy(list(config.evaluation.targets))
+        self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
+        #: The sum of this epoch's losses.
+        self.losses = torch.zeros((), device=accelerator.device)
+        #: Losses that have not been checked yet.
+        self.unchecked: list[Tensor] = []
+        #: Of the random crops and flips.
+        self.generator = torch.Generator()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps this worker has taken."""
+        return self.at.step
+
+    @property
+    def module(self) -> nn.Module:
+        """The model without DDP or an engine around it."""
+        return self.sync.subject.module
+
+    def now_at(self, where: str) -> None:
+        """Tell the watchdog what this worker is doing, in words."""
+        if self._watch is not None:
+            self._watch.doing = where
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rest of this worker's batches in an epoch."""
+        self.generator = seeded_generator(self.at.seed, "augment", self.rank, epoch)
+        if self.at.index and self.config.loader_workers == 0 and self.at.generator is not None:
+            self.generator.set_state(self.at.generator)
+        return self.work.supply(
+            self.config,
+            self.task.train,
+            epoch,
+            self.accelerator.device,
+            seed=self.at.seed,
+            generator=self.generator,
+            skipped=self.at.index,
+        )
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        with self.accelerator.autocast():
+            return loss_of(self.model, inputs, labels)
+
+    def check_losses(self) -> None:
+        """Raise if a loss since the last call was not finite. Keeps such a model out of every average."""
+        losses, self.unchecked = self.unchecked, []
+        check_finite(losses, self.rank, self.step)
+
+    def all_steps(self, epoch: int) -> list[int]:
+        """The steps of every worker in an epoch; after the last epoch, those of the last."""
+        return list(self.work.all_steps[min(epoch, len(self.work.all_steps) - 1)])
+
+    def shared_step(self) -> int:
+        """Steps taken in this epoch by the worker that takes fewest; the same on all workers where they meet."""
+        all_steps = self.all_steps(self.at.epoch)
+        return int(self.at.index * min(all_steps) // all_steps[self.rank])
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """The values of every worker, in the order of ranks. Collective."""
+        tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
+        gathered: Tensor = self.accelerator.gather(tensor)
+        return gathered.tolist()
+
+
+def _prepared(accelerator: Accelerator, model: Any, optimizer: Optimizer, inner: Any) -> tuple[Any, Any]:
+    """Model and optimizer as accelerate prepares them; with DDP inside the node, where workers share one."""
+    if inner is None or accelerator.state.deepspeed_plugin is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model = accelerator.prepare_model(model, evaluation_mode=True)  # on its device and in its precision, not wrapped
+        devices = [accelerator.device] if accelerator.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, process_group=inner)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    # Buffers are averaged for evaluation; broadcasting them in every forward would only cost time.
+    model.broadcast_buffers = False
+    return model, optimizer
