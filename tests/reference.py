@@ -54,15 +54,10 @@ def run(
     periods: Sequence[int | Sequence[tuple[int, int]]],
     skipped: Sequence[set[int]] | None = None,
     policy: str = "keep",
-    pull_back: float = 0.0,
-    outer_momentum: float = 0.0,
 ) -> Trace:
     """Every worker's parameters after every step.
 
     ``policy``: what becomes of optimizer state at a merge. "reset": a new optimizer. "average": a weighted mean.
-
-    ``outer_momentum``: local and cocod merge with a point that follows the means with it. ``pull_back``: of cocod, from the
-    second round on: in the first nothing travels, so nothing is merged.
 
     ``batches[i][t]`` is worker i's batch at its step t; ``periods[i]`` its period; ``skipped[i]`` the steps at
     which it computes gradients and drops them.
@@ -100,15 +95,6 @@ def run(
                     for state in states:
                         state[key] = mean.clone()
 
-    anchor = values(model)
-    velocity = [torch.zeros_like(z) for z in anchor]
-
-    def followed(mean: Sequence[Tensor]) -> list[Tensor]:
-        for j, hat in enumerate(mean):
-            velocity[j] = outer_momentum * velocity[j] + hat - anchor[j]
-            anchor[j] = anchor[j] + velocity[j]
-        return list(anchor)
-
     if name in ("ssgd", "pipe"):
         previous: list[Tensor] | None = None
         for t in range(len(batches[0])):
@@ -134,7 +120,7 @@ def run(
                     local_step(i, steps[i])
                     steps[i] += 1
                     trace[i].append(values(models[i]))
-            mean = followed(weighted_mean(models, [1 / n] * n))
+            mean = weighted_mean(models, [1 / n] * n)
             merge_optimizers()
             for i in range(n):
                 assign(models[i], mean)
@@ -150,14 +136,12 @@ def run(
             local_step(i, t)
         if t + 1 == end:
             if name == "local":
-                mean = followed(weighted_mean(models, w))
+                mean = weighted_mean(models, w)
                 for m in models:
                     assign(m, mean)
             else:
-                kept = 1.0 if start == 0 else 1 - pull_back
-                target = followed(mean_t)
                 for m, snapshot in zip(models, snapshots, strict=True):
-                    assign(m, [z + kept * (x - x_t) for z, x, x_t in zip(target, values(m), snapshot, strict=True)])
+                    assign(m, [x + (hat - x_t) for hat, x, x_t in zip(mean_t, values(m), snapshot, strict=True)])
                 snapshots = [values(m) for m in models]
                 mean_t = weighted_mean(models, w)
             merge_optimizers()
