@@ -22,7 +22,13 @@ from cocod_accel.report import read_summary
 from tests.test_trainer import BIN, ROOT, TINY
 
 VERSION = cocod_accel.__version__
-LEFT_OUT = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "dist", "runs", "data", "wandb")
+LEFT_OUT = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "dist")
+#: What runs leave behind in the checkout; rooms of the package have the same names.
+LEFT_AT_TOP = {"runs", "data", "wandb", "site", "report"}
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    return shutil.ignore_patterns(*LEFT_OUT)(folder, names) | (LEFT_AT_TOP if Path(folder) == ROOT else set())
 
 
 def run(*line: str, cwd: Path, seconds: float = 100) -> str:
@@ -43,7 +49,7 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """From a copy, because building leaves folders behind; the wheel is made of the sdist."""
     folder = tmp_path_factory.mktemp("release")
-    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.copytree(ROOT, folder / "source", ignore=_left_out)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), cwd=folder / "source")
     ((wheel,), (sdist,)) = ((folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz"))
     return Built(wheel, sdist)

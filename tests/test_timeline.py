@@ -486,7 +486,7 @@ def test_steps_cut_the_schedule_or_make_it_longer() -> None:
     ("option", "said"),
     [
         ("emulate.slowdown=[1,1,2,2]", "emulate: slowdown [1, 1, 2, 2] is for real runs; describe workers and network"),
-        ("algorithm.name=my.code:Mine", "algorithm.name=my.code:Mine: is not"),
+        ("algorithm.name=cocod_accel:Algorithm", "algorithm.name=cocod_accel:Algorithm: needs a class attribute name"),
         ("cluster.workers_per_replica=2", "cluster.workers_per_replica=2: is not simulated; use 1"),
         ("cluster.replan_epochs=1", "cluster.replan_epochs=1: is not simulated; use null"),
         ("cluster.speeds=measure", None),

@@ -102,7 +102,7 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             rank, num_workers, store, folder, job = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # nobody asks any more
             return
         os.chdir(folder)
         try:

@@ -6,6 +6,7 @@ are a :class:`ConfigError` of one line, found before any process waits for anoth
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -33,11 +34,9 @@ def load_config(arguments: list[str]) -> Config:
 
 def merged_config(arguments: list[str]) -> Config:
     """The same without validating the whole: keys are known and values have their types, nothing more."""
-    tree = OmegaConf.structured(Config)
     files = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    for file in files:
-        tree = merge_strictly(Config, tree, _modernised(read_yaml(file), file), file)
+    given_by = [(_modernised(read_yaml(file), file), file) for file in files]
     for override in overrides:
         key, _, _ = override.partition("=")
         try:
@@ -45,11 +44,16 @@ def merged_config(arguments: list[str]) -> Config:
         except Exception as error:
             raise ConfigError(f"{override}: not a key=value override ({first_line(error)}); write e.g. seed=1") from error
         source = f"override {key}"
-        tree = merge_strictly(Config, tree, _modernised(given, source), source)
-    config = resolved(tree)
+        given_by.append((_modernised(given, source), source))
+    config = resolved(merge_strictly(Config, _defaults(), given_by))
     assert isinstance(config, Config)
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
     return config
+
+
+@functools.cache  # building it takes as long as merging
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)
 
 
 def load_training_config(arguments: list[str]) -> Config:

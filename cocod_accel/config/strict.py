@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,21 @@ def read_yaml(file: str | Path) -> DictConfig:
     return tree
 
 
-def merge_strictly(node: type, tree: Any, given: DictConfig, source: str) -> Any:
-    """``tree``, an OmegaConf tree of the dataclass ``node``, with the keys of ``given``, which ``source`` holds."""
-    _check_keys(node, node, OmegaConf.to_container(given, resolve=False), "", source)
+def merge_strictly(node: type, tree: Any, given_by: Sequence[tuple[DictConfig, str]]) -> Any:
+    """``tree``, an OmegaConf tree of the dataclass ``node``, with the keys of what each source gives, in order."""
+    for given, source in given_by:
+        _check_keys(node, node, OmegaConf.to_container(given, resolve=False), "", source)
     try:
-        return OmegaConf.merge(tree, given)
-    except OmegaConfBaseException as error:
-        where = f"{source}: {error.full_key}" if error.full_key else source
-        raise ConfigError(f"{where}: {first_line(error)}") from error
+        return OmegaConf.merge(tree, *(given for given, _ in given_by))
+    except OmegaConfBaseException:
+        # Merging copies the whole tree, so it is done one by one only to find whose value is wrong.
+        for given, source in given_by:
+            try:
+                tree = OmegaConf.merge(tree, given)
+            except OmegaConfBaseException as error:
+                where = f"{source}: {error.full_key}" if error.full_key else source
+                raise ConfigError(f"{where}: {first_line(error)}") from error
+        raise
 
 
 def resolved(tree: Any) -> Any:

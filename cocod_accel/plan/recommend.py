@@ -164,12 +164,6 @@ class _Planner:
         load_config([*arguments, *_REAL_ONLY, *own])
         #: A round is at least as many steps as a model is sent in parts.
         self.fragments = options.fragments
-        #: Why a model may travel in full only; empty: it may be shortened.
-        self._full = ""
-        try:
-            load_config([*arguments, *_REAL_ONLY, *own, f"algorithm.payload={_PAYLOADS[-1]}"])
-        except ConfigError:
-            self._full = "other options of algorithm require fp32"
 
     @property
     def _speeds(self) -> list[float]:
@@ -208,7 +202,7 @@ class _Planner:
         bound = paper_period_bound(num_steps, num_workers)
         named = f"theory's {bound:.2g} for {num_steps} steps of {num_workers} workers"
         tried: list[tuple[str, int]] = []
-        for name in _PAYLOADS[:1] if self._full else _PAYLOADS:
+        for name in _PAYLOADS:
             period = self.period(cluster, name)
             if not tried or period < min(k for _, k in tried):
                 tried.append((name, period))
@@ -217,9 +211,7 @@ class _Planner:
         payload, period = tried[-1]
         before = ", ".join(f"{name} would need {k}" for name, k in tried[:-1])
         if not before:
-            why = (
-                f"its period is within {named}" if period <= bound else self._full or "a shorter one makes no shorter period"
-            )
+            why = f"its period is within {named}" if period <= bound else "a shorter one makes no shorter period"
         else:
             why = f"{before}, above {named}"
         warnings = []

@@ -197,7 +197,7 @@ def _interpolated(rows: list[list[float]], num_bytes: float) -> float:
 def load_cluster(path: str | Path) -> Cluster:
     """The cluster that a YAML file describes."""
     given = read_yaml(path)
-    cluster = resolved(merge_strictly(Cluster, OmegaConf.structured(Cluster), given, str(path)))
+    cluster = resolved(merge_strictly(Cluster, OmegaConf.structured(Cluster), [(given, str(path))]))
     assert isinstance(cluster, Cluster)
     try:
         validate(cluster)
