@@ -20,10 +20,11 @@ quickstart: $(READY)
 
 # Two files at a time; then, one by one, what measures time or needs the whole machine. Both, even if the first fails.
 test: $(READY) lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"; parallel=$$?; \
-	$(BIN)/pytest -m alone && exit $$parallel
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"; parallel=$$?; \
+	$(BIN)/pytest -m "alone and not slow" && exit $$parallel
 
 test-slow: $(READY)
+	$(BIN)/pytest -m slow
 	$(BIN)/python -m tests.resume
 	$(BIN)/python -m tests.soak
 

@@ -250,6 +250,7 @@ def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_the_benchmark_of_periods_on_tiny_settings(tmp_path: Path) -> None:
     tiny = ["--repeats", "1", "--steps", "5", "--seconds", "1", "--no-lab", "--out", str(tmp_path)]
     done = command("python", "-m", "benchmarks.plan", *tiny, seconds=180)

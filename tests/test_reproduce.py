@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cocod_accel import cli
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.cell import append, run
@@ -293,6 +293,7 @@ def test_a_cell_whose_settings_were_edited_meanwhile_is_not_run(tmp_path: Path) 
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_smoke_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
     out = tmp_path / "smoke"
     options = ["--scale", "smoke", "--only", "homogeneous,iterations,scaling", "--out", str(out)]
@@ -319,23 +320,41 @@ def test_the_smoke_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
         assert len(first.splitlines()) == len(second.splitlines())
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.timeout(240)
+def test_a_part_of_the_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
+    """One part with a figure of its own; ``make test-slow`` runs the parts of the tables."""
+    out = tmp_path / "smoke"
+    options = ["--scale", "smoke", "--only", "iterations"]
+    total = len(cells(scale_of("smoke"), ["iterations"]))
+    done = command("cocod", "reproduce", *options, "--out", str(out), seconds=200)
+    assert done.returncode == 0, done.stderr
+    assert f"{total} of {total} cells; seconds are virtual" in done.stdout
+    assert (out / "iterations.png").is_file()
+    # Nothing is run again; and rows alone, elsewhere, give the same tables and figures.
+    code = cli.main(["reproduce", *options, "--rows", str(out / "rows.jsonl"), "--out", str(tmp_path / "b")])
+    assert code == 0
+    assert not (tmp_path / "b" / "rows.jsonl").exists()
+    assert (tmp_path / "b" / "tables.txt").read_text() == (out / "tables.txt").read_text()
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = (
         (["--scale", "huge"], "--scale=huge"),
         (["--only", "nothing"], "--only=nothing"),
         (["--jobs", "0", "--scale", "smoke"], "--jobs=0: must be at least 1"),
         (["--rows", str(tmp_path / "no.jsonl")], "no such file"),
         (["--scale", "full"], "needs 16 GPUs"),
-        (["--scale", "smoke", "--only-tables", "--out", str(tmp_path / "o")], "has no row of these cells"),
+        (["--scale", "smoke", "--only", "iterations", "--only-tables", "--out", str(tmp_path / "o")], "has no row of these"),
         (["configs/quickstart.yaml"], "not a key=value override"),
-        (["task.data_dir=nowhere", "--out", str(tmp_path / "p")], "task.data_dir=nowhere"),
+        (["task.data_dir=nowhere", "--only", "length", "--out", str(tmp_path / "p")], "task.data_dir=nowhere"),
     )
-    with ThreadPoolExecutor(2) as pool:  # nearly all of it is starting up
-        done = list(pool.map(lambda case: command("cocod", "reproduce", *case[0], seconds=60), cases))
-    for (arguments, said), refused in zip(cases, done, strict=True):
-        assert refused.returncode == 2, (arguments, refused.stdout, refused.stderr)
-        assert said in refused.stderr, refused.stderr
-        assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
+    for arguments, said in cases:
+        assert cli.main(["reproduce", *arguments]) == 2, arguments
+        message = capsys.readouterr().err
+        assert said in message
+        assert len(message.strip().splitlines()) == 1, message
+    done = command("cocod", "reproduce", "--scale", "huge", seconds=60)
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1)
 
 
 def test_the_full_grid_prints_its_commands() -> None:
