@@ -164,14 +164,14 @@ class Part:
         self._in_flight = flight
 
     @torch.no_grad()
-    def merge(self, *, own_share: float | None = None) -> None:
-        """x <- z + a (x - x_t), if an average is in flight; ``own_share``: another a than the rule's."""
+    def merge(self) -> None:
+        """x <- z + a (x - x_t), if an average is in flight."""
         if self._in_flight is None:
             return
         self.land()
         flight, self._in_flight = self._in_flight, None
         if self._left_out is not None:
-            self._merge_share(flight.total, self.rule.own_share if own_share is None else own_share)
+            self._keep_share(flight.total)
         elif self.rule.mix is not None:
             self._mix(flight.total)
         else:
@@ -231,7 +231,7 @@ class Part:
     @torch.no_grad()
     def settle(self) -> None:
         """Take in what is in flight with all of this worker's own steps, because the run stops here for a while."""
-        self.merge(own_share=1.0)
+        self.merge()
         if self._has_left_out and self._left_out is not None:
             for segment in self._left_out.segments:
                 torch._foreach_add_(segment.tensors, segment.views)
@@ -330,14 +330,14 @@ class Part:
                 torch.mul(local.flat, factor, out=scaled.flat)
             index += not local.is_extra
 
-    def _merge_share(self, total: FlatCopy, share: float) -> None:
+    def _keep_share(self, total: FlatCopy) -> None:
         assert self._left_out is not None
         assert self.point is not None
         for start, rest, z in zip(total.segments, self._left_out.segments, self.point.segments, strict=True):
             torch._foreach_copy_(rest.views, start.tensors)
-            keep_share_(rest.flat, start.flat, z.flat, share)
+            keep_share_(rest.flat, start.flat, z.flat, self.rule.own_share)
             torch._foreach_copy_(start.tensors, start.views)
-        self._has_left_out = share < 1
+        self._has_left_out = True
 
     def _mix(self, total: FlatCopy) -> None:
         assert self.rule.mix is not None
