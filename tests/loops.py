@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import ALGORITHMS, Algorithm, Sync, attach
 
-PERIODIC = ("local", "cocod", "asynlocal")
+#: Algorithms that take a period.
+PERIODIC = tuple(name for name, kind in ALGORITHMS.items() if "period" in inspect.signature(kind).parameters)
 SCHEDULE = [(0, 1), (3, 2), (8, 5)]
 
 

@@ -127,7 +127,8 @@ def run(
                 trace[i][-1] = values(models[i])
         return trace
 
-    # local and cocod: all workers at the same step
+    assert name in ("local", "cocod"), f"no rule for {name} here; write it first"
+    # All workers at the same step.
     start, end = 0, period_at(periods[0], 0)
     snapshots = [values(m) for m in models]
     mean_t = weighted_mean(models, w)

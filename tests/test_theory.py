@@ -334,7 +334,8 @@ def test_more_of_what_costs_never_helps_and_cocod_is_best(
 def test_speedups_have_every_algorithm_and_mixed_workers() -> None:
     times = StepTimes(compute_seconds=0.1, comm_seconds=0.3, interference=0.2)
     for by_name in (step_seconds(times, 2), speedups(times, [1.0], 2), communication_rounds(9, 2)):
-        assert list(by_name) == list(ALGORITHMS)
+        assert set(by_name) <= set(ALGORITHMS)
+        assert list(by_name) == ["ssgd", "pipe", "local", "cocod", "asynlocal"], "the paper's five"
     paper = speedups(times, [1.0] * 16, 2, bounded=False)
     assert paper == {
         "ssgd": ssgd_speedup(times, 16),
