@@ -35,6 +35,7 @@ COMMON = [
     "model.name=tests.own_code:with_dropout_and_batch_norm", "batch_size=6", "schedule.epochs=3",
     "schedule.warmup_epochs=1", "schedule.decay_epochs=[2]", "algorithm.period=[[0, 1], [1, 3]]", "logging.every_steps=2",
     "logging.trackers=[]", "cluster.device=cpu", "checkpoint.every_epochs=null", "checkpoint.keep=1",
+    "cluster.dead_seconds=5",  # nobody is there to say who was killed
 ]  # fmt: skip
 #: Steps after which a checkpoint is written: every position in a round, epoch ends, the change of the period at the first.
 POINTS = [1, 2, 3, 5, 8, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 23, 24]

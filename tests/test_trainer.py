@@ -169,7 +169,7 @@ def test_accelerate_launch_and_torchrun_give_the_same_numbers(tmp_path: Path) ->
     assert len(digests) == 1
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_homogeneous_profile_runs_as_16_processes_and_ends_with_16_equal_models(tmp_path: Path) -> None:
     overrides = [
