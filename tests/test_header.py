@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
-from cocod_accel import CoCoDSGD, LocalSGD, attach
+from cocod_accel import LocalSGD, attach
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind, TransferError
 from tests import loops
 from tests.workers import run_outcomes
@@ -70,15 +70,14 @@ def test_other_weights_are_found() -> None:
         headers[0].read_rows(rows)
 
 
-def one_evaluates(rank: int, payload: str) -> None:
+def one_evaluates(rank: int) -> None:
     model = DistributedDataParallel(loops.make_model())
     optimizer = loops.OPTIMIZERS["sgd"](model)
-    algorithm = LocalSGD(2) if payload == "fp32" else CoCoDSGD(2, payload=payload)
-    sync = attach(model, optimizer, algorithm)
+    sync = attach(model, optimizer, LocalSGD(2))
     for step in range(6):
         optimizer.zero_grad()
         loops.loss_of(model, *loops.make_batch(rank, step)).backward()
-        if rank == 0 and step == 3 and payload == "fp32":
+        if rank == 0 and step == 3:
             with sync.averaged():
                 pass
         optimizer.step()
@@ -86,7 +85,7 @@ def one_evaluates(rank: int, payload: str) -> None:
 
 def test_an_evaluation_on_one_worker_is_no_round_of_another() -> None:
     """Both are sums of one size, and would be added up in silence."""
-    for outcome in run_outcomes(2, one_evaluates, "fp32"):
+    for outcome in run_outcomes(2, one_evaluates):
         assert outcome.error is not None
         assert outcome.error[0] in ("TransferError", "RuntimeError")
         assert "averaged()" in outcome.error[1]
