@@ -18,9 +18,9 @@ quickstart: $(READY)
 	@$(BIN)/cocod compare $(QUICKSTART)/ssgd $(QUICKSTART)/cocod
 	@echo "run folders: $(QUICKSTART)/ssgd $(QUICKSTART)/cocod"
 
-# Two files at a time; then, one by one, what measures time or needs the whole machine. Both, even if the first fails.
+# Several files at a time; then, one by one, what measures time or needs the whole machine. Both, even if the first fails.
 test: $(READY) lint
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"; parallel=$$?; \
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"; parallel=$$?; \
 	$(BIN)/pytest -m "alone and not slow" && exit $$parallel
 
 test-slow: $(READY)

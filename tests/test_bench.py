@@ -213,7 +213,7 @@ def test_the_configuration_in_the_repository_is_the_default() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("place", ["lab", "loopback"])
+@pytest.mark.parametrize("place", ["lab", pytest.param("loopback", marks=pytest.mark.slow if why_not() is None else [])])
 def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
     if place == "lab" and why_not() is not None:
         pytest.skip(str(why_not()))

@@ -63,41 +63,36 @@ def test_the_readme_has_a_command_for_every_example() -> None:
     assert sorted(re.findall(r"examples/(\w+)\.py", "\n".join(COMMANDS))) == scripts
 
 
-@pytest.fixture(scope="module", params=list(TINY))
-def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Ended]]:
-    """What an example has left: with two workers as its README says, with plain S-SGD, and alone without a launcher."""
-    name: str = request.param
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ways", [("cocod", "alone"), pytest.param(("ssgd",), marks=pytest.mark.slow)], ids="+".join)
+@pytest.mark.parametrize("name", TINY)
+def test_it_learns_and_all_workers_end_with_one_model(name: str, ways: tuple[str, ...], tmp_path: Path) -> None:
+    """With two workers as its README says, alone without a launcher, and with plain S-SGD."""
     if name == "hf_trainer" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    folder = tmp_path_factory.mktemp(name)
     (command,) = [command.split() for command in COMMANDS if f"/{name}.py" in command]
     ssgd = ["--algorithm", "ssgd"] + (["--payload", "fp32"] if name == "language_model" else [])
-    ways = {
+    lines = {
         "cocod": [*command, *(["--bf16"] if name == "language_model" else [])],
         "ssgd": [*command, *ssgd],
         "alone": ["python", f"examples/{name}.py"],
     }
-    commands = {way: [*line, *TINY[name][0], "--output", str(folder / way)] for way, line in ways.items()}
-    return name, folder, run_together(commands, seconds=170)
+    commands = {way: [*lines[way], *TINY[name][0], "--output", str(tmp_path / way)] for way in ways}
+    for way, done in run_together(commands, seconds=170).items():
+        assert done.returncode == 0, done.stderr
+        said = re.findall(r"^(?:epoch \d+|step \d+|end): loss (\d+\.\d+)", done.stdout, re.MULTILINE)
+        losses = [float(loss) for loss in said]
+        assert losses[-1] < 0.9 * TINY[name][1], f"{way} has not learnt: {losses}"
+        assert losses[-1] <= losses[0], f"{way}: the loss has not fallen: {losses}"
+        found = re.findall(r"^worker (\d+): .*model ([0-9a-f]{8})$", done.stdout, re.MULTILINE)
+        assert sorted(int(rank) for rank, _ in found) == list(range(1 if way == "alone" else 2)), done.stdout
+        assert len({checksum for _, checksum in found}) == 1, f"{way}: workers end with different models: {found}"
+        saved = load_file(tmp_path / way / "model.safetensors")
+        assert saved
+        assert all(value.isfinite().all() for value in saved.values())
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("way", ["cocod", "ssgd", "alone"])
-def test_it_learns_and_all_workers_end_with_one_model(example: tuple[str, Path, dict[str, Ended]], way: str) -> None:
-    name, folder, ended = example
-    done = ended[way]
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^(?:epoch \d+|step \d+|end): loss (\d+\.\d+)", done.stdout, re.MULTILINE)]
-    assert losses[-1] < 0.9 * TINY[name][1], f"it has not learnt: {losses}"
-    assert losses[-1] <= losses[0], f"the loss has not fallen: {losses}"
-    found = re.findall(r"^worker (\d+): .*model ([0-9a-f]{8})$", done.stdout, re.MULTILINE)
-    assert sorted(int(rank) for rank, _ in found) == list(range(1 if way == "alone" else 2)), done.stdout
-    assert len({checksum for _, checksum in found}) == 1, f"workers end with different models: {found}"
-    saved = load_file(folder / way / "model.safetensors")
-    assert saved
-    assert all(value.isfinite().all() for value in saved.values())
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_hugging_face_example_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

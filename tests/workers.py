@@ -73,6 +73,7 @@ def start_of_worker(rank: int, num_workers: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_workers, timeout=timedelta(seconds=60)
     )
+    dist.barrier()  # a rank that leaves while another still connects would fail that one's connecting, not its call
 
 
 def _call(rank: int, num_workers: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
