@@ -2,8 +2,8 @@
 
     python -m benchmarks.accuracy [--seeds 5] [--out benchmarks/results/accuracy]
 
-Two CPU processes a run, about half a minute each; runs that are there already are not repeated. Accuracy is on 2,500
-test images. Times are not compared here: nothing is done to keep the machine quiet.
+Two CPU processes per run, about half a minute each; existing runs are not repeated. Accuracy is on 2,500 test images.
+Times are not compared: nothing is done to keep the machine quiet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What checkpoints cost: the share of the quickstart's wall time that one every 200 steps takes, from the run's own spans.
+"""What checkpoints cost: the share of the quickstart's wall time that one every 200 steps takes, from the run's spans.
 
     python -m benchmarks.checkpoints [--repeats 3]
 
-A ratio within one run: two runs on this kind of machine differ by more than a checkpoint costs.
+A ratio within one run, because two runs on such a machine differ by more than a checkpoint costs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.runs import train
 
 
 def shares(folder: Path, name: str) -> list[float]:
-    """Of each worker: seconds in checkpoints over seconds from its first step to its last."""
+    """For each worker: seconds in checkpoints over seconds from its first step to its last."""
     run = train(folder, name, "checkpoint.every_epochs=null", "checkpoint.every_steps=200")
     found = []
     for file in sorted((run / "spans").glob("*.jsonl")):

@@ -1,10 +1,10 @@
-"""What attaching costs: the local step, the round end and the memory, each as a ratio measured in one run.
+"""What attaching costs: local step, round end and memory, each as a ratio measured within one run.
 
     python -m benchmarks.core          (or: make bench-core)
 
 Two gloo processes on this machine. The step is timed on worker 0 alone, between rounds, while worker 1 sleeps in a
-barrier; in every block attached and bare steps alternate one by one, and their medians are compared. The round end is
-timed on both workers at once, against three plain copies of the parameters on both at once, also alternating.
+barrier; in each block, attached and bare steps alternate one by one, and their medians are compared. The round end is
+timed on both workers at once, against three plain copies of the parameters, also on both at once and alternating.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The paper's headline from its cluster files: what was fitted, what is predicted, and what the paper found.
+"""The paper's headline from its cluster files: what is fitted, what is predicted, and what the paper found.
 
     python -m benchmarks.headline [--interference 0.3,0.1]
 
-Of each model one number is fitted: T_comm / T_comp, to the homogeneous ratio of section 5.2. For ResNet18 it moves the
-network's goodput, at an assumed step; for VGG16, on that same network, the step. The heterogeneous ratios of section 5.3
-are then predicted: nothing is fitted to them. A ratio is training time of S-SGD over training time of CoCoD-SGD for the
-paper's 120 epochs; all times are simulated.
+One number per model is fitted: T_comm / T_comp, to the homogeneous ratio of section 5.2. For ResNet18 the network's
+goodput is adjusted, with an assumed step time; for VGG16, on that same network, the step time. The heterogeneous ratios
+of section 5.3 are then predicted: nothing is fitted to them. A ratio is the training time of S-SGD over that of
+CoCoD-SGD for the paper's 120 epochs; all times are simulated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cocod_accel.tasks import task_facts
 from cocod_accel.trainer.work import Work
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-#: How near to the paper's ratio a fit must come.
+#: How close to the paper's ratio a fit must be.
 CLOSE = 1e-4
 #: (column, configs/variants, proportional sampling): what section 5 compares in each environment.
 HOMOGENEOUS = [("S-SGD", "ssgd"), ("Pipe-SGD", "pipe"), ("Local-SGD", "local"), ("CoCoD-SGD", "cocod")]
@@ -42,7 +42,7 @@ HETEROGENEOUS = [
 
 @dataclass(frozen=True)
 class Case:
-    """One of the paper's models, and what it found: CoCoD-SGD is "almost" so many times as fast as S-SGD."""
+    """One of the paper's models, and how many times as fast ("almost") as S-SGD it found CoCoD-SGD."""
 
     name: str
     model: str
@@ -80,9 +80,9 @@ def gradient_seconds(cluster: Cluster, case: Case) -> float:
 
 
 def solved(function: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where an increasing function has a value: false position, the end that does not move counting half (Illinois)."""
+    """Where an increasing function reaches ``target``: false position with the Illinois modification."""
     below, above = function(low) - target, function(high) - target
-    assert below < 0 < above, "the value is not between the ends"
+    assert below < 0 < above, "the target is not between the ends"
     side = 0
     while True:
         x = (low * above - high * below) / (above - below)
@@ -96,7 +96,7 @@ def solved(function: Callable[[float], float], target: float, low: float, high: 
 
 
 def with_ratio(cluster: Cluster, case: Case, ratio: float, network: Cluster | None) -> Cluster:
-    """The cluster with this T_comm / T_comp: another goodput, or on the network of another one another step."""
+    """The cluster with this T_comm / T_comp: by its goodput, or, on the network of ``network``, by its step time."""
     if network is not None:
         cluster = replace(cluster, network=network.network)
         return replace(cluster, step_seconds=gradient_seconds(cluster, case) / ratio)
@@ -119,7 +119,7 @@ def fit(case: Case, cluster: Cluster, network: Cluster | None, overrides: Sequen
 
 
 def headline(interference: float | None = None, overrides: Sequence[str] = ()) -> list[Found]:
-    """Fit and predict for both models; ``interference``: another one than the cluster files assume."""
+    """Fit and predict for both models; ``interference``: instead of the value that the cluster files assume."""
     found: list[Found] = []
     for case in CASES:
         suffix = "" if not found else f"_{case.model}"
@@ -172,7 +172,7 @@ def tables(found: Sequence[Found]) -> str:
 
 
 def all_algorithms(found: Sequence[Found]) -> str:
-    """Times as fast as S-SGD; of these the paper states CoCoD-SGD's alone, the rest is predicted."""
+    """Times as fast as S-SGD; the paper states only CoCoD-SGD's, the rest is predicted."""
     rows = [["environment", "model", *dict.fromkeys(column for column, _ in HOMOGENEOUS + HETEROGENEOUS)]]
     for title, key in (("equal workers", "homogeneous"), ("8 of 16 at half speed", "heterogeneous")):
         for one in found:
@@ -184,7 +184,7 @@ def all_algorithms(found: Sequence[Found]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--interference", help="also with these, e.g. 0,0.1,0.2")
+    parser.add_argument("--interference", help="also use these values, e.g. 0,0.1,0.2")
     options = parser.parse_args()
     others = [] if options.interference is None else [float(value) for value in options.interference.split(",")]
     found = [headline(value) for value in tqdm([None, *others], unit="fit", leave=False, disable=not sys.stderr.isatty())]

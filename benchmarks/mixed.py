@@ -1,10 +1,10 @@
-"""What proportional sampling gains on two CPU workers of which one is slowed down (emulated); and whether speeds are found.
+"""What proportional sampling gains on two CPU workers, one slowed down (emulated); are measured speeds right?
 
     python -m benchmarks.mixed [--repeats 3] [--out FOLDER]
 
-Every figure is a ratio within one run, from its spans. "ideal" is the sum of what each worker computes in a second of
-its own computation, without ever waiting: sum_i samples of worker i / (its seconds minus those it was blocked). The batch is
-64, because from there on this model's step takes time in proportion to its batch on a CPU core.
+Every figure is a ratio within one run, from its spans. "ideal" is the throughput if no worker ever waited: sum_i
+samples of worker i / (its seconds minus those it was blocked). The batch size is 64, from where on this model's step
+time is proportional to it on a CPU core.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def balance(run: Path) -> tuple[float, float]:
-    """Throughput as a share of the ideal sum of speeds, and the share of its time the fast worker was blocked."""
+    """Throughput as a share of the ideal, and the share of time that the fast worker was blocked."""
     summary = read_summary(run)
     ideal = 0.0
     for rank, batch in enumerate(summary["batches"]):
@@ -51,11 +51,11 @@ def main() -> None:
         bar = tqdm(total=options.repeats * (len(VARIANTS) + 2) + 1, unit="run")
         shares: dict[str, list[tuple[float, float]]] = defaultdict(list)
         ratios: dict[int, list[float]] = defaultdict(list)
-        for repeat in range(options.repeats):  # variants interleaved, because the machine changes with time
+        for repeat in range(options.repeats):  # variants interleaved, because the machine's speed drifts
             for variant in VARIANTS:
                 sampling = f"cluster.proportional={str(variant.endswith('_ps')).lower()}"
                 mixed = [f"emulate.slowdown=[{SLOW}, 1]", f"cluster.speeds=[1, {SLOW}]", sampling]
-                # Evaluated at the end only: workers that meet for it would wait for each other's noise in every epoch.
+                # Evaluate only at the end: it synchronises the workers, which would then wait in every epoch.
                 mixed += ["schedule.epochs=8", "evaluation.every_epochs=8"]
                 name = f"{variant}-{repeat}"
                 run = train(out, name, f"algorithm.name={variant.removesuffix('_ps')}", "algorithm.period=5", *mixed)

@@ -1,10 +1,10 @@
-"""Whether the period that ``cocod plan`` recommends is the best one: found by trying them all on the same link.
+"""Is the period that ``cocod plan`` recommends the best one? Tries them all on the same link.
 
     python -m benchmarks.plan [--ratio 3] [--repeats 10] [--no-lab] [--out FOLDER]
 
-Two workers on a link on which an average takes ``--ratio`` steps: in a network lab (root), else emulated. The measurement of
-``cocod plan`` comes first; then blocks of CoCoD-SGD with every period from 1 to 10 are interleaved, each between two blocks
-without communication, on a link that follows the machine's speed. A figure is the median of such ratios.
+Two workers on a link on which an average takes ``--ratio`` steps: in a network lab (root), else emulated. First ``cocod
+plan`` measures; then blocks of CoCoD-SGD with every period from 1 to 10 are interleaved, each between two blocks
+without communication, on a link that tracks the machine's speed. A figure is the median ratio of such blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLOSE = 0.05
 
 
 def table(rows: list[dict[str, object]], recommended: int) -> str:
-    """A row a period; the best and the recommended one are marked."""
+    """One row per period; the best and the recommended one are marked."""
     ratios: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         if row["kind"] == "period":
@@ -52,18 +52,18 @@ def table(rows: list[dict[str, object]], recommended: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratio", type=float, default=3.0, help="steps that an average takes; default: 3")
+    parser.add_argument("--ratio", type=float, default=3.0, help="duration of an average in steps; default: 3")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20, help="of a block, at least; default: 20")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the measurement; default: 30")
+    parser.add_argument("--steps", type=int, default=20, help="minimum steps per block; default: 20")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of the measurement; default: 30")
     parser.add_argument("--no-lab", action="store_true", help="emulate the link")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan"), help="where rows and tables go")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan"), help="for rows and tables")
     options = parser.parse_args()
     settings = BenchSettings()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "machine.json").write_text(json.dumps(describe_machine(), indent=2) + "\n")
     cluster_file, rows_file = options.out / "cluster.yaml", options.out / "rows.jsonl"
-    reason = "none was asked for" if options.no_lab else why_not()
+    reason = "--no-lab was given" if options.no_lab else why_not()
     if reason is not None:
         print(f"no network lab: {reason}. The link is emulated.", flush=True)
     job = {"periods": PERIODS, "repeats": options.repeats, "steps": options.steps, "seconds": options.seconds}

@@ -1,4 +1,4 @@
-"""A training run of the quickstart, through the command that users type."""
+"""A training run of the quickstart, through the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def train(folder: Path, name: str, *overrides: str) -> Path:
-    """Train in ``folder/name`` without trackers, silently; the run folder."""
+    """Train in ``folder/name``, silently and without trackers; returns the run folder."""
     command = [sys.executable, "-m", "cocod_accel.cli", "train", "configs/quickstart.yaml", "logging.trackers=[]"]
     subprocess.run([*command, f"output={folder}", f"name={name}", *overrides], check=True, stdout=subprocess.DEVNULL)
     return folder / name

@@ -148,11 +148,11 @@ class CoCoDCallback(TrainerCallback):
         if error is not None:
             raise CheckpointError(f"{folder}: {error}")
         if found[0] is None:
-            raise CheckpointError(f"{folder}: was not saved with CoCoDCallback; resume it without, or begin anew")
+            raise CheckpointError(f"{folder}: was not saved with CoCoDCallback; resume without it, or start a new run")
         saved, _ = found[0]
         if saved != now:
             if sync.rank == 0:
-                logger.warning("%s was saved by %d workers, now there are %d: all go on from the mean", folder, saved, now)
+                logger.warning("%s was saved by %d workers, not %d; all resume from their mean", folder, saved, now)
             return
         if len(set(found)) > 1:
             raise CheckpointError(f"{folder}: holds workers' states of different steps; resume from another checkpoint")

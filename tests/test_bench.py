@@ -166,7 +166,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path.write_text(json.dumps(ROWS[0]) + "\n" + '{"kind": "st')
     assert results.read_rows(path) == ROWS[:1]
     path.write_text("")
-    with pytest.raises(ValueError, match="holds no rows"):
+    with pytest.raises(ValueError, match="contains no rows"):
         results.read_rows(path)
 
 
@@ -174,8 +174,8 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
-        (["steps.contenders=[ddpp]"], r"steps.contenders=\['ddpp'\]: are not known; choose from none, ddp"),
-        (["steps.closer=[cocood]"], r"steps.closer=\['cocood'\]: are not known; choose from none, ddp"),
+        (["steps.contenders=[ddpp]"], r"steps.contenders=\['ddpp'\]: unknown; choose from none, ddp"),
+        (["steps.closer=[cocood]"], r"steps.closer=\['cocood'\]: unknown; choose from none, ddp"),
         (["steps.steps=7"], "steps.steps=7: must be a multiple of the period"),
         (["steps.ratios=[0]"], r"steps.ratios=\[0.0\]: must be positive"),
         (["accuracy.target=80"], r"accuracy.target=80.0: must be a share in \(0, 1\]"),
@@ -198,7 +198,7 @@ def test_what_the_command_cannot_do_is_one_line(tmp_path: Path, capsys: pytest.C
         assert capsys.readouterr().err == line + "\n"
     (tmp_path / "rows.jsonl").write_text("")
     assert main(["--only-tables", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/rows.jsonl: holds no rows")
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/rows.jsonl: contains no rows")
 
 
 def test_tables_are_printed_again_from_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def test_another_number_of_workers_keeps_the_mix() -> None:
     assert mix(5) == {"a": 3, "b": 1, "c": 1}
     assert mix(3) == {"a": 1, "b": 1, "c": 1}
     assert mix(1) == {"a": 1}
-    with pytest.raises(ValueError, match="num_workers=0 is no cluster; use at least 1"):
+    with pytest.raises(ValueError, match="num_workers=0 must be at least 1"):
         cluster.resized(0)
 
 
@@ -166,15 +166,15 @@ def test_a_saved_cluster_is_the_same_one_loaded(tmp_path: Path) -> None:
         ("step_second: 1", "unknown key step_second; did you mean step_seconds?"),
         ("latency_us: 1", "unknown key latency_us; did you mean network.latency_us?"),
         ("workers: [{cout: 2}]", "unknown key workers[0].cout; did you mean workers[0].count?"),
-        ("workers: 4", "workers must be a list, not 4"),
-        ("workers: [4]", "workers[0] must hold keys and values, not 4"),
-        ("workers: []", "workers=[]: names no worker; give groups such as [{count: 2}]"),
+        ("workers: 4", "workers: must be a list, not 4"),
+        ("workers: [4]", "workers[0]: must be a mapping, not 4"),
+        ("workers: []", "workers=[]: must not be empty; give groups such as [{count: 2}]"),
         ("workers: [{count: 0}]", "workers[0].count=0: must be at least 1"),
         ("workers: [{count: two}]", "count: Value 'two' of type 'str' could not be converted to Integer"),
         ("workers: [{speed: 0}]", "workers: speeds[0]=0.0 is not positive and finite"),
         ("workers: [{jitter: -1}]", "workers[0].jitter=-1.0: must not be negative"),
-        ("network: null", "network must hold keys and values, not None"),
-        ("network: {topology: rnig}", "network.topology=rnig: is not known; did you mean ring?"),
+        ("network: null", "network: must be a mapping, not None"),
+        ("network: {topology: rnig}", "network.topology=rnig: unknown value; did you mean ring?"),
         ("network: {bandwidth_gbit: 0}", "network.bandwidth_gbit=0.0: must be positive"),
         ("network: {latency_us: .nan}", "network.latency_us=nan: must not be negative"),
         ("network: {inner: {bandwith_gbit: 1}}", "unknown key network.inner.bandwith_gbit; did you mean"),
@@ -186,13 +186,13 @@ def test_a_saved_cluster_is_the_same_one_loaded(tmp_path: Path) -> None:
         ("network: {allreduce: [[1, 2], [2, 1]]}", "network.allreduce[1]=[2.0, 1.0]: must not be faster than"),
         ("network: {allreduce_workers: 3}", "network.allreduce_workers=3: is of network.allreduce, which is not given"),
         ("step_seconds: 0", "step_seconds=0.0: must be positive"),
-        ("fixed_seconds: 9", "fixed_seconds=9.0: is a part of step_seconds=0.1, so at most that"),
+        ("fixed_seconds: 9", "fixed_seconds=9.0: must be at most step_seconds=0.1, which includes it"),
         ("stragglers: {probability: 2}", "stragglers.probability=2.0: must be in [0, 1]"),
         ("stragglers: {factor: 0.5}", "stragglers.factor=0.5: must be finite and at least 1"),
         ("interference: 1", "interference=1.0: must be in [0, 1): a share of the worker, 0.1 for 10%"),
         ("gradient_overlap: 50", "gradient_overlap=50.0: must be in [0, 1]: a share of the all-reduce"),
         ("payload_bytes: 0", "payload_bytes=0: must be at least 1"),
-        ("- 1", "must hold keys and values, not a list"),
+        ("- 1", "must be a mapping, not a list"),
         ("a: [", "not valid YAML"),
     ],
 )

@@ -208,9 +208,9 @@ def test_deepspeeds_own_fp16_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no DeepSpeed configuration"),
-        ("[]", "must hold keys and values"),
-        ('{"bf16": true}', "bf16=True: must hold keys and values"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"bf16": true}', "bf16=True: must be a JSON object"),
         ('{"zero_optimization": {"stage": "x"}}', "zero_optimization.stage='x': must be a number; use 0"),
     ],
 )

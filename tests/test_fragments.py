@@ -266,5 +266,5 @@ def test_workers_and_states_must_agree() -> None:
     for fragments in (2, 3):
         model = loops.make_model()
         syncs.append(attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(5, fragments=fragments)))
-    with pytest.raises(ValueError, match="the state was saved with fragments=2, attached is 3; attach with the same"):
+    with pytest.raises(ValueError, match="the state was saved with fragments=2, but attached with 3; use the same"):
         syncs[1].load_state_dict(syncs[0].state_dict())

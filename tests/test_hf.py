@@ -282,7 +282,7 @@ def test_a_checkpoint_of_a_run_without_the_callback_is_refused(tmp_path: Path) -
     for outcome in run_outcomes(2, foreign_checkpoint, str(tmp_path), seconds=110):
         assert outcome.error is not None
         assert outcome.error[0] == "CheckpointError"
-        assert "was not saved with CoCoDCallback; resume it without, or begin anew" in outcome.error[1]
+        assert "was not saved with CoCoDCallback; resume without it, or start a new run" in outcome.error[1]
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [

@@ -59,7 +59,7 @@ def test_every_link_is_limited_in_both_directions_and_free_again() -> None:
         lab.limit(Link())
         assert not any("tbf" in text for text in shaped(lab))
         if not lab.has_latency:
-            with pytest.raises(LabError, match=r"latency_ms=3: this kernel has no netem; use a bandwidth alone"):
+            with pytest.raises(LabError, match=r"latency_ms=3: this kernel has no netem; set only a bandwidth"):
                 lab.limit(Link(latency_ms=3))
 
 
@@ -89,7 +89,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_lab() -> None:
 
 def test_without_root_it_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LabError, match=r"takes root; use the emulated link instead: emulate\.link\.bandwidth_mbit"):
+    with pytest.raises(LabError, match=r"requires root; use the emulated link instead: emulate\.link\.bandwidth_mbit"):
         Lab(2)
 
 

@@ -435,7 +435,7 @@ def test_whatever_a_caller_draws_between_rows_changes_nothing() -> None:
         ),
         (
             ["model.name=tests.own_code:with_an_idle_parameter", "algorithm.name=ssgd"],
-            "algorithm.name=ssgd: parameter idle has no gradient, which DDP refuses, too; freeze it, or use it",
+            "algorithm.name=ssgd: parameter idle has no gradient, which DDP also refuses; freeze or use it",
         ),
     ],
 )
@@ -481,7 +481,7 @@ class Unused(nn.Module):
 
 def test_a_parameter_without_a_gradient_is_refused_where_ddp_refuses_it() -> None:
     for name in ("ssgd", "pipe"):
-        with pytest.raises(ValueError, match=r"parameter unused\.weight has no gradient, which DDP refuses, too"):
+        with pytest.raises(ValueError, match=r"parameter unused\.weight has no gradient, which DDP also refuses"):
             together([loops.make_algorithm(name, 1)] * 2, [1, 1], [2, 2], Unused)
         together([loops.make_algorithm(name, 1)], [1], [2], Unused)
     together([CoCoDSGD(period=2)] * 2, [1, 1], [5, 5], Unused)

@@ -466,9 +466,9 @@ REFUSED = {
     "unequal": "inner: nodes of 1 and of 2 workers; use groups of equal size",
     "missing": "workers differ in inner: rank 1 passes none",
     "period": "the workers of ranks [0, 1, 2] share a node but differ in period",
-    "unused": "find_unused_parameters asks all workers in every step",
+    "unused": "find_unused_parameters communicates with all workers in every step",
     "asynlocal for all": "use DistributedDataParallel(model, process_group=inner)",
-    "no group": "inner=4 is not a process group of this worker's",
+    "no group": "inner=4 is not a process group with this worker",
 }
 
 

@@ -125,7 +125,8 @@ def test_workers_must_agree() -> None:
 
 
 def test_what_an_algorithm_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_state='average' is not for CoCoDSGD; choose from keep, reset"):
+    refused = "optimizer_state='average' is not supported by CoCoDSGD; choose from keep, reset"
+    with pytest.raises(ValueError, match=refused):
         CoCoDSGD(2, optimizer_state="average")
     for kind in (SSGD, PipeSGD):
         assert kind.optimizer_policies == ("keep",)

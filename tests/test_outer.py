@@ -97,9 +97,9 @@ def test_a_state_resumes_bit_exactly_and_only_with_the_same_options() -> None:
         assert first
         assert second
         assert third
-        assert share == "the state was saved with own_share=0.5, attached is 1.0; attach with the same"
-        assert outer == "the state was saved with outer=Outer(1, 0.5), attached is Outer(1, 0); attach with the same"
-        assert payload == "the state was saved with payload=int8, attached is fp32; attach with the same"
+        assert share == "the state was saved with own_share=0.5, but attached with 1.0; use the same"
+        assert outer == "the state was saved with outer=Outer(1, 0.5), but attached with Outer(1, 0); use the same"
+        assert payload == "the state was saved with payload=int8, but attached with fp32; use the same"
 
 
 def starts_differ(rank: int) -> Any:
@@ -202,7 +202,7 @@ def reads_version_3(rank: int) -> Any:
         again = other.state_dict()
         again["averages"]["parts"][0]["number"] = state["averages"]["parts"][0]["number"]
         found.append(_equal(again, state))
-        with pytest.raises(ValueError, match=r"pull_back=0.5, which threw progress away and is gone; .*own_share"):
+        with pytest.raises(ValueError, match=r"pull_back=0.5, which discarded progress and was removed; .*own_share"):
             other.load_state_dict({**old, "anchor": {"pull_back": 0.5, "anchor": None}})
         other.detach()
     return found

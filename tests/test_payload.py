@@ -605,7 +605,8 @@ def test_int8_learns_what_fp32_learns_because_of_its_feedback() -> None:
 
 def test_what_an_algorithm_cannot_send_is_refused() -> None:
     for kind in (CoCoDSGD, LocalSGD, AsynLocalSGD):
-        with pytest.raises(ValueError, match=rf"payload='int4' is not for {kind.__name__}; choose from fp32, bf16, int8"):
+        refused = f"payload='int4' is not supported by {kind.__name__}; choose from fp32, bf16, int8"
+        with pytest.raises(ValueError, match=refused):
             kind(2, payload="int4")
     assert ALGORITHMS["ssgd"].payloads == ALGORITHMS["pipe"].payloads == ("fp32",)
     assert repr(CoCoDSGD(2, payload="int8")) == "CoCoDSGD(period=2, payload='int8')"
@@ -641,6 +642,6 @@ def refused(rank: int) -> list[str]:
 
 def test_states_of_other_payloads_are_refused() -> None:
     for other, short, shorter in run_workers(2, refused):
-        assert other == "the state was saved with payload=fp32, attached is int8; attach with the same"
+        assert other == "the state was saved with payload=fp32, but attached with int8; use the same"
         assert short == "the saved common point has [52] elements, this model [53]; load a state of this model"
         assert shorter == "the saved payload has [52] elements, this model [53]; load a state of this model"

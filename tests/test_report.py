@@ -88,7 +88,7 @@ def test_a_run_that_never_reaches_the_target_says_so(fixture: Path) -> None:
     assert row_of(comparison, "ssgd")["s to 84.5%"] == "1 of 3"
     assert row_of(comparison, "cocod")["s to 84.5%"] == "never"
     assert row_of(comparison, "cocod")["speedup"] == row_of(comparison, "ssgd")["speedup"] == "-"
-    assert verdicts(comparison) == ["no configuration reaches 84.5% with all its runs"]
+    assert verdicts(comparison) == ["no configuration reaches 84.5% in all its runs"]
 
 
 def test_without_a_target_the_highest_that_all_reached_is_taken(fixture: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_baseline_may_be_an_algorithm_or_a_row(fixture: Path) -> None:
     # By algorithm: the one that differs in fewest keys. Against batch_size=32 it is algorithm.name alone.
     by_algorithm = comparison_of(fixture, 0.8)
     assert by_algorithm.of("cocod").baseline == "ssgd batch_size=32"  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"--baseline=sgd: is none of the runs; choose from .*ssgd"):
+    with pytest.raises(ValueError, match=r"--baseline=sgd: matches no run; choose from .*ssgd"):
         comparison_of(fixture, 0.8, "sgd")
 
 
@@ -270,7 +270,7 @@ def test_bad_runs_are_named_and_the_good_ones_shown(
             "other": "has no best_accuracy, so it has no metric in common",
             "started": "is an empty run",
             "torn": "is not valid JSON",
-            "nothing": "is not a run folder and holds none",
+            "nothing": "is not a run folder and contains none",
             "gone": "no such folder",
         }[path.name]
         assert reason in why
@@ -279,8 +279,8 @@ def test_bad_runs_are_named_and_the_good_ones_shown(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["{}"], "error: {}: is not a run folder and holds none; give folders that cocod train has made"),
-        (["{}/a"], "error: {}/a: no such folder; give folders that cocod train has made, or one that holds them"),
+        (["{}"], "error: {}: is not a run folder and contains none; give run folders of cocod train"),
+        (["{}/a"], "error: {}/a: no such folder; give run folders of cocod train, or a folder that contains them"),
         ([], "error: RUN: none given; name run folders, or a folder that contains them"),
     ],
 )
@@ -296,7 +296,7 @@ def test_bad_options_are_one_line(fixture: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "error: --target=85: must be a share in (0, 1], e.g. 0.85\n"
     (fixture / "file").write_text("")
     assert cli.main(["compare", str(fixture), "--out", str(fixture / "file" / "x")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --out={fixture / 'file' / 'x'}: cannot be made (")
+    assert capsys.readouterr().err.startswith(f"error: --out={fixture / 'file' / 'x'}: cannot be created (")
 
 
 def test_rows_that_are_none_are_counted(tmp_path: Path) -> None:
@@ -436,4 +436,4 @@ def test_a_run_without_spans_has_no_trace(tmp_path: Path, capsys: pytest.Capture
     for file in folder.glob("spans/*"):
         file.unlink()
     assert cli.main(["trace", str(folder)]) == 2
-    assert capsys.readouterr().err.startswith("error: run: has no spans; runs keep them with logging.spans=true")
+    assert capsys.readouterr().err.startswith("error: run: has no spans; logging.spans=true records them")

@@ -272,7 +272,7 @@ def test_a_cell_with_a_row_of_the_same_settings_is_done(tmp_path: Path) -> None:
 def test_what_is_no_row_is_said(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"no": "row"}\n')
-    with pytest.raises(ConfigError, match="line 1 is no row"):
+    with pytest.raises(ConfigError, match="line 1 is not the row"):
         read_rows([file])
 
 

@@ -159,7 +159,7 @@ def test_another_optimizer_is_refused_before_anything_is_loaded(tmp_path: Path) 
     half_done(tmp_path)
     given = arguments(CASE, tmp_path, "other", f"checkpoint.resume={tmp_path / 'run'}", "optimizer.name=adam")
     assert run_workers(2, worker, given, fresh=True) == [2, 2]
-    assert "was saved with SGD, this run has Adam" in resume.said(tmp_path)
+    assert "was saved with SGD, but this run has Adam" in resume.said(tmp_path)
 
 
 def test_other_speeds_are_planned_anew(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     half_done(tmp_path)
     given = arguments(CASE, tmp_path, "other", f"checkpoint.resume={tmp_path / 'run'}", "model.name=mlp")
     assert run_workers(2, worker, given, fresh=True) == [2, 2]
-    assert "is of another model: " in resume.said(tmp_path)
+    assert "is for a different model: " in resume.said(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["disk", "folder"])

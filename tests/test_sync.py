@@ -242,7 +242,7 @@ def wrong_states(rank: int) -> None:
     (part,) = state["averages"]["parts"]
     short = {**state["averages"], "parts": [{**part, "in_flight": [torch.zeros(3)]}]}
     for key, value, message in (
-        ("algorithm", "local", "saved with local, attached is cocod"),
+        ("algorithm", "local", "saved with local, but cocod is attached"),
         ("version", 99, "state version 99"),
         ("averages", short, "elements, this model"),
     ):

@@ -52,7 +52,7 @@ def test_cifar10_binary_and_torchvision_layouts_agree(tmp_path: Path) -> None:
     assert in_memory(first.train).augment
     assert not in_memory(first.test).augment
     (binary / "test_batch.bin").write_bytes(b"short")
-    with pytest.raises(ConfigError, match=r"5 bytes are not whole records of 3073"):
+    with pytest.raises(ConfigError, match=r"5 bytes is not a multiple of the record size 3073"):
         build_task(config("cifar10", tmp_path / "b"))
 
 
@@ -166,5 +166,5 @@ def test_the_sizes_of_data_that_is_not_here_are_those_of_its_authors() -> None:
         assert (facts.num_train, facts.num_test) == ((50_000, 10_000) if "cifar" in name else (60_000, 10_000))
         assert facts.input_shape == ((3, 32, 32) if "cifar" in name else (1, 28, 28))
         assert facts.num_classes == (100 if name == "cifar100" else 10)
-    with pytest.raises(ConfigError, match=r"task.name=cifar11: is not known; did you mean cifar10\?"):
+    with pytest.raises(ConfigError, match=r"task.name=cifar11: unknown task; did you mean cifar10\?"):
         task_facts(load_config(["task.name=cifar11"]))

@@ -652,7 +652,7 @@ def test_the_command_takes_algorithms_workers_and_steps(tmp_path: Path, capsys: 
     ("arguments", "said"),
     [
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
-        (["FILE", "--algorithms", "cocod,sgd"], "--algorithms=sgd: is not known; did you mean ssgd?"),
+        (["FILE", "--algorithms", "cocod,sgd"], "--algorithms=sgd: unknown value; did you mean ssgd?"),
         (["FILE", "--workers", "0"], "--workers=0: must be at least 1"),
         (["FILE", "--steps", "0"], "--steps=0: must be at least 1"),
         (["FILE", "--spans", "-1"], "--spans=-1: must be at least 0"),

@@ -60,8 +60,8 @@ def test_before_the_first_evaluation_nothing_is_promised(tmp_path: Path) -> None
     now = snapshot(read_parts(folder), [])
     assert (now.left_seconds, now.accuracy, now.num_steps) == (None, None, None)
     text = "\n".join(lines(now))
-    assert "time left  after the first evaluation" in text
-    assert "waiting times: after the first epoch" in text
+    assert "time left  known after the first evaluation" in text
+    assert "waiting times: known after the first epoch" in text
     cut(folder, 0)
     assert "epoch 1 of 2, step 0" in "\n".join(lines(snapshot(read_parts(folder), [])))
 
@@ -89,7 +89,7 @@ def test_a_lock_is_seen_and_not_taken(tmp_path: Path) -> None:
     ("prepare", "code", "line"),
     [
         (lambda root: root / "gone", 2, "error: {}/gone: no such folder; give the folder of a run\n"),
-        (lambda root: root, 2, "error: {}: is not a run folder; give one that cocod train has made\n"),
+        (lambda root: root, 2, "error: {}: is not a run folder; give one of cocod train\n"),
         (
             lambda root: write_run(root, "done", [0.5, 0.8]),
             0,

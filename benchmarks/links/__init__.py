@@ -1,1 +1,1 @@
-"""The proof of speed: training loops on a link that really is slow, beside what users would pick instead."""
+"""Speed on slow links: training loops on a really slow link, compared with the alternatives."""

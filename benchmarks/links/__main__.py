@@ -1,6 +1,6 @@
-"""``python -m benchmarks.links configs/bench/links.yaml``: measures what the settings ask for, then prints the tables.
+"""``python -m benchmarks.links configs/bench/links.yaml``: runs the benchmark, then prints the tables.
 
-Run from a checkout; ``make bench`` does. The network lab needs root.
+Run from a checkout, as ``make bench`` does. The network lab needs root.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cocod_accel.config.strict import ConfigError
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.links",
-        description="Step time and time to accuracy on slow links, beside the alternatives.",
+        description="Step time and time to accuracy on slow links, compared with the alternatives.",
     )
     parser.add_argument("configs", nargs="*", metavar="A.yaml|key=value", help="e.g. configs/bench/links.yaml")
     parser.add_argument(
@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="DIR",
         help="where to write; default: %(default)s",
     )
-    parser.add_argument("--no-lab", action="store_true", help="emulate links, for our own algorithms only")
-    parser.add_argument("--only-tables", action="store_true", help="measure nothing; use the rows that exist")
+    parser.add_argument("--no-lab", action="store_true", help="emulate links; only for our own algorithms")
+    parser.add_argument("--only-tables", action="store_true", help="do not measure; use existing rows")
     options = parser.parse_intermixed_args(arguments)
     try:
         return _run(options)

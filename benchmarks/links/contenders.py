@@ -1,4 +1,4 @@
-"""Who is compared: our five algorithms, their peers, and no communication at all."""
+"""The contenders: our five algorithms, their peers, and no communication at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cocod_accel.sync.sync import Sync
 
 
 class Ours(Contender):
-    """One of our five."""
+    """One of our five algorithms."""
 
     algorithm: str
     options: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
@@ -71,6 +71,6 @@ OURS = tuple(ALGORITHMS)
 
 
 def available(names: list[str]) -> list[str]:
-    """Those whose packages are installed."""
+    """The contenders whose packages are installed."""
     needs = {"accelerate_local": "accelerate", "torchft_local": "torchft", "torchft_diloco": "torchft"}
     return [name for name in names if name not in needs or importlib.util.find_spec(needs[name]) is not None]

@@ -4,9 +4,9 @@
         lab.limit(Link(bandwidth_mbit=150))
         workers = [lab.start(host, [sys.executable, "worker.py"], core=host) for host in range(2)]
 
-Each host is a Linux network namespace with one interface, ``eth0``, whose other end hangs on a bridge in a namespace of the
-lab's own; nothing outside is touched, and all of it is gone when the lab is closed, or when the next one is made after a
-crash. Bandwidth is limited in both directions by the kernel (``tc tbf``), so that real sockets really wait. Needs root.
+Each host is a Linux network namespace with one interface, ``eth0``, attached to a bridge in the lab's own namespace.
+Nothing outside is touched, and everything is removed when the lab is closed, or, after a crash, when the next one is
+created. The kernel limits bandwidth in both directions (``tc tbf``), so real sockets really wait. Needs root.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from typing import Any, Self
 
 from cocod_accel.comm.emulated import Link
 
-#: For how long a limited link may send at full speed after a rest, and for how long a packet may wait before it is dropped.
+#: How long an idle link may burst at full speed, and how long a packet may queue before it is dropped.
 _BURST_SECONDS, _QUEUE = 0.0005, "200ms"
-#: Jumbo frames: network cards cut and join packets themselves, here the core that computes would. With 1,500 bytes a packet,
-#: a transfer at 60 Mbit/s slowed a step down by a third.
+#: Jumbo frames: network cards segment packets in hardware; here the computing core would have to. With 1,500-byte
+#: packets, a transfer at 60 Mbit/s slowed a step down by a third.
 _PACKET_BYTES = 9000
-#: A packet must fit into a burst, with its header. Not more: after a rest a transfer has its first burst for nothing.
+#: A packet and its header must fit in a burst. No more: the first burst after an idle time is free.
 _LEAST_BURST_BYTES = _PACKET_BYTES + 600
 
 
 class LabError(RuntimeError):
-    """There can be no lab here; one line says why, and what to do instead."""
+    """No lab is possible here; one line says why, and what to do instead."""
 
 
 def why_not() -> str | None:
-    """Why no lab can be made on this machine; None: it can."""
+    """Why no lab can be created on this machine; None: it can."""
     fix = "use the emulated link instead: emulate.link.bandwidth_mbit"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"a network lab needs {' and '.join(missing)} (Debian: iproute2); {fix}"
     if os.geteuid() != 0:
-        return f"a network lab makes network namespaces, which takes root; {fix}"
+        return f"a network lab creates network namespaces, which requires root; {fix}"
     probe = f"{_prefix(os.getpid())}probe"
     try:
         _run("ip", "netns", "add", probe)
         _run("ip", "netns", "del", probe)
     except LabError as error:
-        return f"this kernel makes no network namespaces ({error}); {fix}"
+        return f"this kernel cannot create network namespaces ({error}); {fix}"
     return None
 
 
 class _Processes:
-    """Commands on hosts, none of which outlives its place."""
+    """Runs commands on hosts; none of them outlives the lab."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[Any]] = []
 
-    #: What gloo is to use on a host.
+    #: The network interface for gloo.
     interface: str
 
     def on_host(self, host: int) -> list[str]:
-        """What a command begins with to run on a host."""
-        raise AssertionError("a place says so")
+        """The command prefix that runs a command on a host."""
+        raise AssertionError("implemented by subclasses")
 
     def start(
         self,
@@ -75,7 +75,7 @@ class _Processes:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Run a command on a host, on one core; ``env`` is added to this process's. It ends with the place at the latest."""
+        """Run a command on a host, on one core, with ``env`` added to the environment; killed when the lab closes."""
         pinned = [] if core is None else ["taskset", "--cpu-list", str(core % (os.cpu_count() or 1))]
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
         line = [*pinned, *self.on_host(host), *command]
@@ -84,7 +84,7 @@ class _Processes:
         return process
 
     def end(self) -> None:
-        """Whatever is still running."""
+        """Kill whatever is still running."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ class _Processes:
 
 
 class Loopback(_Processes):
-    """This machine as every host, for those who may not make a lab: a link as fast as it gets, to be emulated upon."""
+    """This machine as every host, where no lab can be created: an unlimited link, for emulation."""
 
     interface = "lo"
 
@@ -123,7 +123,7 @@ class Loopback(_Processes):
 
 
 class Lab(_Processes):
-    """Some hosts and the links that join them; a context manager."""
+    """Hosts and the links between them; a context manager."""
 
     interface = "eth0"
 
@@ -143,10 +143,10 @@ class Lab(_Processes):
         return ["ip", "netns", "exec", self._name(f"host{host}")]
 
     def address(self, host: int) -> str:
-        """Where a host is reached from the others."""
+        """The address of a host."""
         return f"10.77.0.{host + 1}"
 
-    # ---- made and removed
+    # ---- set up and removed
 
     def __enter__(self) -> Self:
         _remove_leftovers()
@@ -175,7 +175,7 @@ class Lab(_Processes):
     def _join(self, host: int, switch: str) -> None:
         name = self._name(f"host{host}")
         _run("ip", "netns", "add", name)
-        # Made inside, so that the machine's own namespace never sees an interface of the lab's.
+        # Created inside, so that the lab's interfaces never appear in the machine's own namespace.
         _in(switch, "ip", "link", "add", f"port{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
         _in(switch, "ip", "link", "set", f"port{host}", "mtu", str(_PACKET_BYTES), "master", "bridge", "up")
         _in(name, "ip", "address", "add", f"{self.address(host)}/24", "dev", "eth0")
@@ -192,14 +192,14 @@ class Lab(_Processes):
     # ---- used
 
     def limit(self, link: Link) -> None:
-        """From now on every host's link is like this, in both directions."""
+        """Make every host's link like this from now on, in both directions."""
         if link.latency_ms and not self.has_latency:
-            raise LabError(f"latency_ms={link.latency_ms:g}: this kernel has no netem; use a bandwidth alone")
+            raise LabError(f"latency_ms={link.latency_ms:g}: this kernel has no netem; set only a bandwidth")
         for host in range(self.num_hosts):
             for place, device in ((self._name(f"host{host}"), "eth0"), (self._name("switch"), f"port{host}")):
                 if link == Link():
                     _in(place, "tc", "qdisc", "del", "dev", device, "root", check=False)
-                # Replaced in one go, so that workers may go on while a link changes.
+                # Replaced atomically, so that workers can keep running while a link changes.
                 put = ["tc", "qdisc", "replace", "dev", device]
                 parent = ["root", "handle", "1:"]
                 if link.latency_ms:  # half in each direction of a hop; a hop has two such devices
@@ -212,7 +212,7 @@ class Lab(_Processes):
                     _in(place, *put, *parent, *shape)
 
     def free_port(self) -> int:
-        """On host 0, where nobody else listens."""
+        """A port on host 0, where nothing else listens."""
         return 29500
 
     def _name(self, part: str) -> str:
@@ -229,7 +229,7 @@ def _namespaces(prefix: str) -> list[str]:
 
 
 def _remove_leftovers() -> None:
-    """Labs of processes that are no more."""
+    """Remove labs whose processes are gone."""
     for name in _namespaces("cocod-lab-"):
         found = re.match(r"cocod-lab-(\d+)-", name)
         if found and not os.path.exists(f"/proc/{found.group(1)}"):

@@ -1,6 +1,6 @@
-"""A barrier through a file that all workers of one machine see, not through the link between them.
+"""A barrier through a file that all workers on one machine share, not through the link between them.
 
-A message of a barrier's would queue behind the transfer in flight, which so would be done before the clock starts.
+A barrier's message would queue behind the transfer in flight, which would then be done before the clock starts.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import time
 from pathlib import Path
 
-#: Nobody is later than this.
+#: The timeout of the barrier.
 _SECONDS = 60.0
 
 
 class Meeting:
-    """Where the workers of a benchmark meet."""
+    """The barrier of a benchmark's workers."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         with path.open("r+b") as file:
@@ -24,25 +24,25 @@ class Meeting:
 
     @staticmethod
     def prepare(path: Path, size: int) -> None:
-        """Before any worker is started."""
+        """Create the file, before any worker is started."""
         path.write_bytes(bytes(8 * size))
 
     def wait(self) -> None:
-        """Until everybody has come as often as this worker."""
+        """Wait until every worker has arrived as often as this one."""
         self._counts[self._rank] += 1
         mine, deadline = self._counts[self._rank], time.monotonic() + _SECONDS
         while min(self._counts) < mine:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"some worker has not come for {_SECONDS:.0f} s")
+                raise TimeoutError(f"a worker has not arrived within {_SECONDS:.0f} s")
             os.sched_yield()  # a transfer in flight needs this core
 
 
-#: The one of this process's job. Here, because a module that is run as a script is another one when it is imported.
+#: The barrier of this process's job. Here, because a module run as a script is not the one that others import.
 _joined: list[Meeting] = []
 
 
 def join(path: Path, rank: int, size: int) -> None:
-    """From now on :func:`meet` is with the workers of this job."""
+    """Make :func:`meet` use the barrier of this job."""
     _joined[:] = [Meeting(path, rank, size)]
 
 

@@ -1,10 +1,10 @@
-"""No communication at all, and the alternatives a user has, each driven in the way its docs recommend.
+"""No communication at all, and the alternatives a user has, each used as its docs recommend.
 
-Every contender trains a model of its own with the same loop:
+Every contender trains its own model with the same loop:
 
-    contender.step(inputs, labels)        # one step; what it communicates, and whether it waits, is its own affair
+    contender.step(inputs, labels)        # one step; what it communicates, and whether it waits, is up to it
     with contender.averaged(): evaluate   # the model that this contender would use
-    contender.drain()                     # nothing is left in flight for the next contender to pay for
+    contender.drain()                     # leave nothing in flight that would slow down the next contender
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Contender:
-    """Local steps and nothing else: the limit that no method with communication can pass."""
+    """Local steps and nothing else: the limit that no method with communication can beat."""
 
     label = "no communication"
 
@@ -54,24 +54,24 @@ class Contender:
         loss.backward()
 
     def after_step(self) -> None:
-        """What a peer asks a loop to call."""
+        """What a peer requires after each step."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, ``module`` is the mean of all workers' models; afterwards this worker's own is back."""
+        """Inside, ``module`` is the mean of all workers' models; afterwards this worker's own is restored."""
         return contextlib.nullcontext()
 
     def drain(self) -> None:
         """Wait for whatever is in flight."""
 
     def close(self) -> None:
-        """Take off what was put around the model."""
+        """Unwrap the model."""
 
 
 class TorchDDP(Contender):
     label = "torch DDP"
 
     def set_up(self) -> None:
-        # Buffers are broadcast in every forward unless told otherwise, which would only be waiting.
+        # By default DDP broadcasts buffers in every forward, which would only add waiting.
         self.model = DistributedDataParallel(self.module, forward_sync_buffers=False)
 
 
@@ -86,7 +86,7 @@ class TorchDDPHalf(TorchDDP):
 
 
 class Averaging(Contender):
-    """Peers that average models in their own way: what they would be evaluated as is their mean."""
+    """Peers that average models themselves; their mean is evaluated."""
 
     @contextlib.contextmanager
     def averaged(self) -> Any:
@@ -146,16 +146,16 @@ class AccelerateLocal(Averaging):
 class _Torchft(Averaging, ABC):
     """Every worker is a replica group of one, with a store and a manager; a lighthouse forms the quorum of every round."""
 
-    #: DiLoCo refuses another.
+    #: DiLoCo requires False.
     has_async_quorum = True
 
     def set_up(self) -> None:
-        # Optional, and untyped.
+        # Optional and untyped.
         torchft: Any = importlib.import_module("torchft")
         coordination: Any = importlib.import_module("torchft.coordination")
         self.local_sgd: Any = importlib.import_module("torchft.local_sgd")
         rank, size = dist.get_rank(), dist.get_world_size()
-        # Where others reach this worker; a host of a lab has no name.
+        # The address of this worker; a lab host has no name.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ["MASTER_ADDR"], 1))
             here = probe.getsockname()[0]
@@ -194,7 +194,7 @@ class TorchftLocal(_Torchft):
 
 
 class TorchftDiLoCo(_Torchft):
-    """Overlapped: what is sent after the first step of a round is waited for after the last."""
+    """Overlapped: sends after the first step of a round, and waits after the last."""
 
     label = "torchft DiLoCo, overlapped"
     has_async_quorum = False

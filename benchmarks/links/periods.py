@@ -1,6 +1,6 @@
-"""Whether ``cocod plan`` finds the period: it measures a link, then CoCoD-SGD is timed on it with every period.
+"""Does ``cocod plan`` find the best period? It measures a link; then CoCoD-SGD is timed on it with every period.
 
-Every row has what r_1 was meant to be for the measurement, and what it was found to be, which the periods are tried on.
+Every row has the intended r_1, and the one that was measured, with which the periods are tried.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ def time_periods(config: Config, task: Task, job: dict[str, Any]) -> Iterator[di
     cluster = as_cluster(measure_cluster(config, task, Accelerator(cpu=True), job["seconds"]), "lab")
     if dist.get_rank() == 0:
         save_cluster(cluster, Path(job["cluster"]))
-    # A machine's speed drifts, and r_1 with it: every period is tried on what the plan was made for.
+    # A machine's speed drifts, and r_1 with it: keep r_1 as planned for every period.
     payload_bytes = sum(p.numel() * p.element_size() for p in limit.module.parameters())
     ratio = cluster.allreduce_seconds(payload_bytes) / cluster.step_seconds
     periods: list[int] = job["periods"]
-    everybody = {k: make("cocod", config, task, {**job, "period": k}) for k in periods}
-    for k, contender in everybody.items():
+    contenders = {k: make("cocod", config, task, {**job, "period": k}) for k in periods}
+    for k, contender in contenders.items():
         block(contender, data, k, k)
     for repeat in range(job["repeats"]):
         turn = repeat % len(periods)
         before = block(limit, data, _FEW_STEPS, job["steps"])
         for k in periods[turn:] + periods[:turn]:
-            contender = everybody[k]
+            contender = contenders[k]
             link = ask(before, emulated=emulated, ratio=ratio)
             if emulated:
                 assert isinstance(contender, Ours)
                 contender.emulate(Link(bandwidth_mbit=link["bandwidth_mbit"]))
-            # Whole rounds, and two before the clock starts.
+            # Whole rounds, with two for warm-up.
             taken = block(contender, data, 2 * k, k * math.ceil(job["steps"] / k))
             after = block(limit, data, _FEW_STEPS, job["steps"])
             row = {"kind": "period", "contender": CONTENDERS["cocod"].label, "period": k, "repeat": repeat, "link": link}
             row["planned_ratio"] = ratio
             yield {**row, "seconds": taken, "limit_seconds": (before + after) / 2}
             before = after
-    for contender in everybody.values():
+    for contender in contenders.values():
         contender.close()

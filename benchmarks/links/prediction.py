@@ -1,7 +1,7 @@
-"""What the simulator says of the links of a benchmark, beside what was measured on them.
+"""What the simulator predicts for the links of a benchmark, compared with the measurements.
 
-The simulator is told what a step takes (1, as everything here is over the limit), how much that varies, what a payload takes
-alone, and what a transfer takes of a worker's computing; nothing of what any algorithm took.
+The simulator gets the step time (1, as everything here is relative to the limit), its jitter, the time of one payload
+alone, and the share of a worker's computing that a transfer takes; no measurement of any algorithm.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from cocod_accel.simulator.fleet import Parcel
 from cocod_accel.simulator.payloads import Parcels
 from cocod_accel.simulator.timeline import Course, Timeline, step_times
 
-#: Enough for jitter to average out, at least.
+#: At least enough for jitter to average out.
 _STEPS = 2400
 
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """A link as a simulator knows it; times are over that of a step."""
+    """A link as the simulator sees it; times are relative to a step."""
 
     num_workers: int
-    #: Of one payload alone.
+    #: Time of one payload alone.
     ratio: float
     interference: float
     jitter: float
 
 
 def simulated_step(name: str, period: int, facts: LinkFacts, block: int) -> float:
-    """A step over that of the limit, whose blocks of so many steps end with the slower worker."""
+    """Step time over the limit's, whose blocks of ``block`` steps end with the slower worker."""
     group = WorkerGroup(count=facts.num_workers, jitter=facts.jitter)
     steps = block * math.ceil(_STEPS / block)  # blocks are whole rounds
     times = step_times(Cluster(step_seconds=1.0, batch_size=1, workers=[group]), [1] * facts.num_workers, seed=0)
@@ -52,13 +52,13 @@ def simulated_step(name: str, period: int, facts: LinkFacts, block: int) -> floa
     again = step_times(Cluster(step_seconds=1.0, batch_size=1, workers=[group]), [1] * facts.num_workers, seed=0)
     alone = np.array([next(again) for _ in range(steps)]).reshape(-1, block, facts.num_workers)
     limit = float(alone.sum(axis=1).max(axis=1).mean()) / block
-    # The first round sends nothing, and is left out.
+    # Skip the first round, which sends nothing.
     first = timeline.train_seconds_after(period)
     return (timeline.train_seconds_after(steps) - first) / (steps - period) / limit
 
 
 def prediction_table(measured: dict[str, dict[float, float]], facts: dict[float, LinkFacts], period: int, block: int) -> str:
-    """``measured``: algorithm -> link -> step over limit. Every cell: simulated, measured, and by how much they differ."""
+    """``measured``: algorithm -> link -> step over limit. Every cell: simulated, measured, difference."""
     ratios = sorted(facts)
     body, errors = [], []
     for name, steps in measured.items():
@@ -79,7 +79,7 @@ def prediction_table(measured: dict[str, dict[float, float]], facts: dict[float,
 
 
 def facts_of(num_workers: int, measured: Sequence[dict[str, float]], ratio: float) -> LinkFacts | None:
-    """From what the workers found out about a link before anything was timed on it."""
+    """From what the workers measured on a link before the contenders were timed on it."""
     if not measured or "interference" not in measured[-1]:
         return None
     interference = statistics.fmean(row["interference"] for row in measured)

@@ -1,7 +1,7 @@
-"""Raw rows of a benchmark -> tables and a picture.
+"""Raw rows of a benchmark -> tables and a figure.
 
-Every block of steps is divided by the two blocks of the limit beside it, because machines drift; a figure is the median of
-such ratios over repeats, with its quartiles.
+Every block of steps is divided by the adjacent blocks of the limit, because machines drift; a figure is the median of
+these ratios over repeats, with quartiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A median, its quartiles, and how many values it is of."""
+    """A median, its quartiles, and the number of values."""
 
     median: float
     low: float
@@ -40,7 +40,7 @@ class Figure:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a benchmark; a last one that was cut off is left out."""
+    """The rows of a benchmark; a truncated last line is skipped."""
     rows = []
     for line in path.read_text().splitlines():
         try:
@@ -48,12 +48,12 @@ def read_rows(path: Path) -> list[Row]:
         except json.JSONDecodeError:
             break
     if not rows:
-        raise ValueError(f"{path}: holds no rows; run the benchmark again")
+        raise ValueError(f"{path}: contains no rows; run the benchmark again")
     return rows
 
 
 def over_limit(rows: Sequence[Row], ratio: float, clock: str = "lab") -> dict[str, dict[int, float]]:
-    """contender -> repeat -> its step over the limit's, of the blocks just before and after."""
+    """contender -> repeat -> its step time over the limit's in the blocks just before and after."""
     found: dict[str, dict[int, float]] = {}
     for row, limit in _with_limit([row for row in rows if row["kind"] == "step" and row["ratio"] == ratio]):
         if row["clock"] == clock:
@@ -62,7 +62,7 @@ def over_limit(rows: Sequence[Row], ratio: float, clock: str = "lab") -> dict[st
 
 
 def _with_limit(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
-    """Every block of a link, and what a step took without communication just before and after."""
+    """Every block of a link, and the step time without communication just before and after."""
     limits = {(row["repeat"], row["place"]): row["seconds"] for row in rows if row["contender"] == "none"}
     for row in rows:
         beside = [limits[at] for at in ((row["repeat"], row["place"] + way) for way in (-1, 1)) if at in limits]
@@ -93,7 +93,7 @@ def clock_of(rows: Sequence[Row]) -> str:
 
 
 def step_table(rows: Sequence[Row]) -> str:
-    """A contender's step over that of the limit, link by link."""
+    """Step time of each contender over the limit's, for each link."""
     clock = clock_of(rows)
     ratios = links(rows, "step", clock)
     by_link = {ratio: over_limit(rows, ratio, clock) for ratio in ratios}
@@ -106,7 +106,7 @@ def step_table(rows: Sequence[Row]) -> str:
 
 
 def measured_table(rows: Sequence[Row]) -> str:
-    """What each link was meant to be, what a payload took on it alone, and r_1 as it was for the blocks that were timed."""
+    """The intended r_1 of each link, the one measured with a payload alone, and the one during the timed blocks."""
     body = []
     for (ratio, kind), found in _by_link(rows).items():
         measured = [row for row in found if row["kind"] == "measured"]
@@ -125,7 +125,7 @@ def measured_table(rows: Sequence[Row]) -> str:
 
 
 def _by_link(rows: Sequence[Row]) -> dict[tuple[float, str], list[Row]]:
-    """The rows of every link that was measured; a link's rows begin with that."""
+    """The rows of every measured link, starting with its measurements."""
     found: dict[tuple[float, str], list[Row]] = {}
     begun: list[Row] = []
     for row in rows:
@@ -138,7 +138,7 @@ def _by_link(rows: Sequence[Row]) -> dict[tuple[float, str], list[Row]]:
 
 
 def accuracy_table(rows: Sequence[Row], baseline: str = "ddp") -> str:
-    """Seconds of training until the target, and how many times less than the baseline's with the same seed."""
+    """Training seconds to the target, and the speedup over the baseline with the same seed."""
     ratios = links(rows, "accuracy")
     header = ["to the target accuracy", "reached"]
     for ratio in ratios:
@@ -159,7 +159,7 @@ def accuracy_table(rows: Sequence[Row], baseline: str = "ddp") -> str:
 
 
 def reached(rows: Sequence[Row], name: str, ratio: float) -> dict[int, float]:
-    """seed -> seconds to the target, of the seeds that reached it."""
+    """seed -> seconds to the target, for seeds that reached it."""
     return {
         row["seed"]: row["reached"]
         for row in rows
@@ -174,7 +174,7 @@ def accuracy_speedup(rows: Sequence[Row], ratio: float, slower: str, faster: str
 
 
 def agreement_table(rows: Sequence[Row]) -> str:
-    """A step on the emulated link over a step on the real one of the same bandwidth, each over its own limit."""
+    """Step time on the emulated link over that on the real link of the same bandwidth, each relative to its limit."""
     ratios = sorted(set(links(rows, "step", "emulated")) & set(links(rows, "step", "lab")))
     body = []
     for name in CONTENDERS:
@@ -188,7 +188,7 @@ def agreement_table(rows: Sequence[Row]) -> str:
 
 
 def predictions(rows: Sequence[Row], period: int, block: int, num_workers: int) -> str:
-    """What the simulator says of the same links."""
+    """What the simulator predicts for the same links."""
     clock = clock_of(rows)
     facts, steps = {}, {}
     for (ratio, kind), found in _by_link(rows).items():
@@ -205,7 +205,7 @@ def predictions(rows: Sequence[Row], period: int, block: int, num_workers: int) 
 
 
 def claims(rows: Sequence[Row], period: int) -> str:
-    """What the project says of itself, as this benchmark found it."""
+    """The project's claims, as measured by this benchmark."""
     clock = clock_of(rows)
     ratios = links(rows, "step", clock)
     by_link = {ratio: over_limit(rows, ratio, clock) for ratio in ratios}
@@ -234,7 +234,7 @@ def summary(rows: Sequence[Row], settings: BenchSettings) -> str:
     period = settings.period
     parts = [measured_table(rows), step_table(rows), accuracy_table(rows), agreement_table(rows)]
     parts += [predictions(rows, period, settings.steps.steps, settings.num_workers), claims(rows, period)]
-    label = "" if clock_of(rows) == "lab" else "emulated link: no network lab could be made here"
+    label = "" if clock_of(rows) == "lab" else "emulated link: no network lab was used"
     return "\n\n".join(part for part in [label, *parts] if part)
 
 
@@ -242,7 +242,7 @@ def summary(rows: Sequence[Row], settings: BenchSettings) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Step time over r_1, every contender a line."""
+    """Step time over r_1, one line per contender."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 

@@ -1,7 +1,7 @@
-"""Runs a benchmark: measures the machine, makes the links, starts the workers, keeps every row.
+"""Runs a benchmark: sets up the links, starts the workers, keeps every row.
 
-A link is given as r_1 = T_comm / T_comp: how long one payload takes alone, over a step without communication. A machine's
-speed drifts within seconds, so the workers say again and again what a step takes them, and the link follows.
+A link is given as r_1 = T_comm / T_comp: the time of one payload alone over that of a step without communication. A
+machine's speed drifts within seconds, so the workers keep reporting their step time, and the link is adjusted to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cocod_accel.comm.emulated import Link
 from cocod_accel.config.loading import load_config
 from cocod_accel.tasks import build_model, build_task
 
-#: No job is silent for longer than this.
+#: A job that is silent for longer has failed.
 _SILENCE_SECONDS = 300.0
 
 
@@ -39,12 +39,12 @@ class BenchError(RuntimeError):
 
 
 def run_bench(settings: BenchSettings, folder: Path, *, uses_lab: bool = True) -> Path:
-    """Everything the settings ask for; the file of raw rows."""
+    """Run the whole benchmark; returns the file of raw rows."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     (folder / "machine.json").write_text(json.dumps(describe_machine(), indent=2) + "\n")
     (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
-    reason = why_not() if uses_lab else "none was asked for"
+    reason = why_not() if uses_lab else "--no-lab was given"
     if reason is not None:
         print(f"no network lab: {reason}. Only our own algorithms are timed, on an emulated link.", flush=True)
     with ExitStack() as stack, path.open("w") as file:
@@ -64,12 +64,12 @@ class Bench:
     def __init__(self, settings: BenchSettings, place: Lab | Loopback, folder: Path, file: Any, bar: Any) -> None:
         self.settings, self.place, self._folder, self._file, self._bar = settings, place, folder, file, bar
         self._has_lab = isinstance(place, Lab)
-        #: What a payload gets of a limited link: packets have headers, and messages begin and end.
+        #: The share of a limited link that payload gets: packets have headers, and messages have overhead.
         self._goodput = 1.0
         self._payload_bits = 8 * _payload_bytes(settings)
 
     def steps(self) -> None:
-        """Seconds a step, link by link."""
+        """Seconds per step, for each link."""
         options = self.settings.steps
         names = [name for name in available(options.contenders) if name != "none"]
         ours = [name for name in names if name in OURS]
@@ -81,7 +81,7 @@ class Bench:
             self._run(ratio, {**given, "contenders": names, "emulated": emulated})
 
     def accuracy(self) -> None:
-        """Seconds to a target accuracy, with the same seeds for everybody."""
+        """Seconds to a target accuracy, with the same seeds for every contender."""
         options = self.settings.accuracy
         names = [name for name in available(options.contenders) if self._has_lab or name in OURS]
         for ratio in options.ratios:
@@ -89,12 +89,12 @@ class Bench:
             self._run(ratio, {**given, "kind": "accuracy", "contenders": names})
 
     def periods(self, ratio: float, job: dict[str, Any]) -> None:
-        """The measurement of ``cocod plan`` on one link, and the step of CoCoD-SGD with every period."""
+        """The measurement of ``cocod plan`` on one link, and the step time of CoCoD-SGD with every period."""
         overrides = [f"batch_size={self.settings.steps.batch_size}"]
         self._run(ratio, {**job, "kind": "periods", "overrides": overrides})
 
     def _run(self, ratio: float, job: dict[str, Any]) -> None:
-        """Keep the rows of a job, and answer what it asks."""
+        """Keep the rows of a job, and answer its requests."""
         meeting = self._folder.resolve() / "meeting"
         Meeting.prepare(meeting, self.settings.num_workers)
         given = {"config": self.settings.config, "period": self.settings.period, "has_lab": self._has_lab, **job}
@@ -114,7 +114,7 @@ class Bench:
             meeting.unlink()
 
     def _make_link(self, ratio: float, asked: dict[str, Any]) -> dict[str, Any]:
-        """For the step that a worker has just seen. In a ring a worker sends 2 (N - 1) / N payloads."""
+        """Set up the link for a worker's current step time. In a ring a worker sends 2 (N - 1) / N payloads."""
         seconds = (asked["ratio"] or ratio) * asked["compute_seconds"]
         num_workers = self.settings.num_workers
         bandwidth = self._payload_bits * 2 * (num_workers - 1) / num_workers / seconds / 1e6
@@ -140,7 +140,7 @@ class Bench:
             command = [sys.executable, "-m", "benchmarks.links.worker", json.dumps(job)]
             silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if rank == 0 else silent
-            # A file: a pipe that nobody empties would stop a worker that says much.
+            # A file: a pipe that nobody reads would block a verbose worker.
             complaints = (self._folder / f"worker{rank}.log").open("w")
             with complaints:
                 started = self.place.start(rank, command, core=rank, env=env, text=True, stderr=complaints, **streams)
@@ -153,7 +153,7 @@ def _tell(process: subprocess.Popen[str], answer: dict[str, Any]) -> None:
     try:
         process.stdin.write(json.dumps(answer) + "\n")
         process.stdin.flush()
-    except BrokenPipeError:  # it has failed, and the next look at it says why
+    except BrokenPipeError:  # it has failed; the next poll reports why
         pass
 
 
@@ -164,9 +164,9 @@ def _payload_bytes(settings: BenchSettings) -> int:
 
 
 def _rows_of(processes: list[subprocess.Popen[str]], folder: Path) -> Iterator[dict[str, Any]]:
-    """What worker 0 prints; every worker must end well."""
+    """The rows that worker 0 prints; every worker must exit with 0."""
     assert processes[0].stdout is not None
-    out = processes[0].stdout.fileno()  # not the file: what it had read ahead, select would not see
+    out = processes[0].stdout.fileno()  # not the file object: select would miss what it has buffered
     heard, begun = time.monotonic(), b""
     while True:
         if select.select([out], [], [], 0.5)[0]:
@@ -181,7 +181,7 @@ def _rows_of(processes: list[subprocess.Popen[str]], folder: Path) -> Iterator[d
             if process.poll() not in (None, 0):
                 raise _failed(rank, process, folder)
         if time.monotonic() - heard > _SILENCE_SECONDS:
-            raise BenchError(f"no worker has said anything for {_SILENCE_SECONDS:.0f} s")
+            raise BenchError(f"no output from worker 0 for {_SILENCE_SECONDS:.0f} s")
     for rank, process in enumerate(processes):
         if process.wait(timeout=60) != 0:
             raise _failed(rank, process, folder)
@@ -190,13 +190,11 @@ def _rows_of(processes: list[subprocess.Popen[str]], folder: Path) -> Iterator[d
 def _failed(rank: int, process: subprocess.Popen[str], folder: Path) -> BenchError:
     log = folder / f"worker{rank}.log"
     lines = log.read_text(errors="replace").strip().splitlines()
-    return BenchError(
-        f"worker {rank} ended with {process.returncode}: {lines[-1] if lines else 'it said nothing'}; see {log}"
-    )
+    return BenchError(f"worker {rank} exited with {process.returncode}: {lines[-1] if lines else 'silent'}; see {log}")
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine that the figures were measured on."""
     models = [
         line.partition(":")[2].strip()
         for line in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "").splitlines()
@@ -213,7 +211,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _num_rows(settings: BenchSettings, has_lab: bool) -> int:
-    """How much there is to do, for the progress bar."""
+    """The number of rows to expect, for the progress bar."""
     steps, accuracy = settings.steps, settings.accuracy
     total = 0
     names = [name for name in available(steps.contenders) if name != "none"]

@@ -1,4 +1,4 @@
-"""What a benchmark compares, as a typed tree of its own."""
+"""The settings of a benchmark, as a typed tree."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from benchmarks.links.contenders import CONTENDERS
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.strict import ConfigError, found
 
-_EVERYBODY = list(CONTENDERS)
+_ALL_CONTENDERS = list(CONTENDERS)
 
 
 @dataclass
 class StepSettings:
     """Time per step."""
 
-    #: Links, each as the time of one payload over the time of one step without communication (r_1).
+    #: Links, each given as r_1: the time of one payload over that of a step without communication.
     ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
-    #: Who is timed: names of `benchmarks/links/contenders.py`.
-    contenders: list[str] = field(default_factory=lambda: list(_EVERYBODY))
-    #: Larger than for accuracy: a step must be long beside what the machine's own noise is.
+    #: Which contenders to time: names from `benchmarks/links/contenders.py`.
+    contenders: list[str] = field(default_factory=lambda: list(_ALL_CONTENDERS))
+    #: Larger than for accuracy, so that a step is long compared with the machine's noise.
     batch_size: int = 128
-    #: Of a block on the clock; a multiple of the period.
+    #: Timed steps per block; a multiple of the period.
     steps: int = 10
-    #: Blocks of every contender on every link.
+    #: Blocks per contender and link.
     repeats: int = 5
-    #: Who is looked at more closely: some per cent from the limit drown in the noise of so few blocks.
+    #: Contenders to measure more precisely: a few per cent from the limit would drown in the noise of so few blocks.
     closer: list[str] = field(default_factory=lambda: ["cocod"])
-    #: Further blocks of those, on every link.
+    #: Additional blocks for those, per link.
     closer_repeats: int = 20
-    #: Links that are emulated once more, to see whether the emulation agrees.
+    #: Links that are also emulated, to check the emulation.
     emulated_ratios: list[float] = field(default_factory=lambda: [1.0, 3.0, 6.0])
 
 
@@ -43,8 +43,8 @@ class AccuracySettings:
 
     #: Links, as above.
     ratios: list[float] = field(default_factory=lambda: [2.0, 3.0])
-    #: Those that are compared most come one after the other, as a machine's speed drifts. What trains alike is left out:
-    #: ssgd is DDP, and among equal workers asynlocal is local.
+    #: Those compared most are adjacent, because a machine's speed drifts. Equivalent ones are left out: ssgd is DDP,
+    #: and with equal workers asynlocal is local.
     contenders: list[str] = field(
         default_factory=lambda: [
             "ddp",
@@ -59,11 +59,11 @@ class AccuracySettings:
             "torchft_diloco",
         ]
     )
-    #: The accuracy that is to be reached.
+    #: The accuracy to reach.
     target: float = 0.8
-    #: Runs of every contender on every link.
+    #: Runs per contender and link.
     num_seeds: int = 5
-    #: Evaluations an epoch.
+    #: Evaluations per epoch.
     looks: int = 4
 
 
@@ -71,11 +71,11 @@ class AccuracySettings:
 class BenchSettings:
     """One benchmark."""
 
-    #: What is trained.
+    #: The training configuration.
     config: str = "configs/quickstart.yaml"
-    #: Each is a host of the network lab.
+    #: Each runs on its own host of the network lab.
     num_workers: int = 2
-    #: Steps a round.
+    #: Steps per round.
     period: int = 5
     steps: StepSettings = field(default_factory=StepSettings)
     accuracy: AccuracySettings = field(default_factory=AccuracySettings)
@@ -117,7 +117,7 @@ def _check(settings: BenchSettings) -> None:
         rules.append((f"{part}.ratios", bad, not bad, "must be positive"))
     for key, given in names.items():
         unknown = [name for name in given if name not in CONTENDERS]
-        rules.append((key, unknown, not unknown, f"are not known; choose from {', '.join(CONTENDERS)}"))
+        rules.append((key, unknown, not unknown, f"unknown; choose from {', '.join(CONTENDERS)}"))
     for key, value, good, rule in rules:
         if not good:
             raise ConfigError(f"{key}={value}: {rule}")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.links.worker '{"kind": "steps", ...}'
 
-It finds the others through the environment, as every torch worker does, and prints one JSON row a result on worker 0. A row
-that asks for a link is answered on worker 0's standard input, once the link is what was asked for.
+It finds the others through the environment, like any torch worker; worker 0 prints one JSON row per result. A row that
+requests a link is answered on worker 0's standard input once the link is set up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cocod_accel.tasks.data import batches
 from cocod_accel.trainer.schedule import learning_rate
 from cocod_accel.trainer.work import Work
 
-#: How long the limit is looked at before a link is made for it.
+#: How long the limit is timed before a link is set up for it.
 _FEW_STEPS, _FEW_REPEATS = 5, 5
 
 
@@ -61,9 +61,9 @@ def say(row: dict[str, Any]) -> None:
 
 
 def ask(compute_seconds: float, *, emulated: bool, ratio: float | None = None) -> dict[str, Any]:
-    """Have the link made for a step that takes so long: a machine's speed drifts, and r_1 is to stay what it is.
+    """Request a link for this step time: a machine's speed drifts, but r_1 must stay constant.
 
-    ``ratio``: another r_1 than the job's. The answer describes the link.
+    ``ratio``: an r_1 other than the job's. Returns a description of the link.
     """
     say({"kind": "ask", "compute_seconds": compute_seconds, "emulated": emulated, "ratio": ratio})
     answer: list[dict[str, Any]] = [json.loads(sys.stdin.readline()) if dist.get_rank() == 0 else {}]
@@ -77,7 +77,7 @@ def make(name: str, config: Config, task: Task, job: dict[str, Any]) -> Contende
 
 
 def everyones(value: float) -> list[float]:
-    """Every worker's, in rank order."""
+    """Every worker's value, in rank order."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     values[dist.get_rank()] = value
     dist.all_reduce(values)
@@ -88,14 +88,14 @@ def everyones(value: float) -> list[float]:
 
 
 def some_batches(config: Config, task: Task, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Batches in memory: the time of a step is to be that of training, not of loading."""
+    """Batches in memory, so that step times do not include loading."""
     generator = seeded_generator(config.seed, "bench", dist.get_rank())
     indices = torch.randperm(task.num_train, generator=generator)[: count * config.batch_size]
     return list(batches(task.train, indices, config.batch_size, torch.device("cpu")))
 
 
 def block(contender: Contender, data: list[tuple[Tensor, Tensor]], prime: int, steps: int) -> float:
-    """Seconds a step. The clock starts with a transfer in flight, if there are any, and stops with one."""
+    """Seconds per step. The clock starts and stops with a transfer in flight, if the contender has any."""
     for step in range(prime):
         contender.step(*data[step % len(data)])
     meeting.meet()
@@ -109,14 +109,14 @@ def block(contender: Contender, data: list[tuple[Tensor, Tensor]], prime: int, s
 
 
 def measure(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
-    """What a payload takes alone on the link that is asked for. Twice: the link is mended by what was found first."""
+    """Measure one payload alone on the requested link. Twice: the first result corrects the link."""
     payload = torch.zeros(sum(p.numel() for p in limit.module.parameters()))
     for _ in range(2):
         compute = statistics.median(block(limit, data, 1, _FEW_STEPS) for _ in range(_FEW_REPEATS))
         link = ask(compute, emulated=False)
         transfers = []
         for step in range(_FEW_REPEATS + 1):
-            limit.step(*data[step % len(data)])  # a link rests before most transfers
+            limit.step(*data[step % len(data)])  # a link is idle before most transfers
             dist.barrier()
             begin = time.perf_counter()
             dist.all_reduce(payload)
@@ -133,7 +133,7 @@ def measure(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> Iterator[dic
 
 
 def jitter(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> float:
-    """The standard deviation of a step without communication over its mean, of the average worker."""
+    """Standard deviation over mean of the step time without communication, averaged over workers."""
     seconds = []
     for step in range(1 + _FEW_STEPS * _FEW_REPEATS):
         begin = time.perf_counter()
@@ -143,14 +143,14 @@ def jitter(limit: Contender, data: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def interference(limit: Contender, data: list[tuple[Tensor, Tensor]], payload: Tensor, ratio: float) -> float:
-    """The share of a worker's computing that a transfer takes while it is under way."""
+    """The share of a worker's computing that a transfer takes while in flight."""
     found = []
     steps = 2 * _FEW_STEPS
     for _ in range(_FEW_REPEATS):
         before = block(limit, data, 1, steps)
         dist.barrier()
         begin = time.perf_counter()
-        # Enough for twice as long: there is always one under way.
+        # Enough for twice as long, so that one is always in flight.
         works = [dist.all_reduce(payload.clone(), async_op=True) for _ in range(math.ceil(2 * steps / ratio))]
         for step in range(steps):
             limit.step(*data[step % len(data)])
@@ -163,16 +163,16 @@ def interference(limit: Contender, data: list[tuple[Tensor, Tensor]], payload: T
 
 
 def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Interleaved blocks of every contender, each between two blocks of the limit, on a link that follows the limit."""
+    """Interleaved blocks of every contender, each between two blocks of the limit, on a link adjusted to the limit."""
     data = some_batches(config, task, 4)
     limit = make("none", config, task, job)
     blocks = [(name, False) for name in job["contenders"]] if job["has_lab"] else []
     blocks += [(name, True) for name in job["emulated"]]
-    # The real link and the emulated one of a contender come one after the other.
+    # A contender's real and emulated blocks are adjacent.
     blocks.sort(key=lambda block: [*job["contenders"], *job["emulated"]].index(block[0]))
-    everybody = {block_of: make(block_of[0], config, task, job) for block_of in blocks}
+    contenders = {block_of: make(block_of[0], config, task, job) for block_of in blocks}
     prime, steps = job["period"], job["steps"]
-    for contender in [limit, *everybody.values()]:  # what is done once: buckets, buffers, connections
+    for contender in [limit, *contenders.values()]:  # one-time work: buckets, buffers, connections
         block(contender, data, prime, prime)
     if job["has_lab"]:
         yield from measure(limit, data)
@@ -180,11 +180,11 @@ def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict
     for repeat in range(job["repeats"] + (job["closer_repeats"] if closer else 0)):
         turns = blocks if repeat < job["repeats"] else closer
         turn = repeat % max(1, len(turns))
-        # As many steps before the clock starts as everybody has: the first ones after another model are slower.
+        # The same warm-up as the contenders: the first steps after another model are slower.
         seconds = block(limit, data, prime, steps)
         yield {"kind": "step", "contender": "none", "repeat": repeat, "place": 0, "seconds": seconds}
         for place, (name, emulated) in enumerate(turns[turn:] + turns[:turn]):
-            contender, row = everybody[name, emulated], {"kind": "step", "repeat": repeat}
+            contender, row = contenders[name, emulated], {"kind": "step", "repeat": repeat}
             link = ask(seconds, emulated=emulated)
             if emulated:
                 assert isinstance(contender, Ours)
@@ -194,7 +194,7 @@ def time_steps(config: Config, task: Task, job: dict[str, Any]) -> Iterator[dict
             yield {**row, "contender": name, "place": 2 * place + 1, "seconds": taken, "link": link, **more}
             seconds = block(limit, data, prime, steps)
             yield {**row, "contender": "none", "place": 2 * place + 2, "seconds": seconds}
-    for contender in everybody.values():
+    for contender in contenders.values():
         contender.close()
 
 
@@ -256,7 +256,7 @@ def train_until(contender: Contender, config: Config, task: Task, job: dict[str,
 
 
 def evaluate(contender: Contender, config: Config, task: Task) -> float:
-    """Of the model this contender would use, over every test image once."""
+    """Accuracy of the model this contender would use, over every test image once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     correct = 0
     with contender.averaged(), torch.no_grad():
@@ -272,5 +272,5 @@ if __name__ == "__main__":
     given = sys.argv[1]
     main(json.loads(Path(given).read_text() if Path(given).is_file() else given))
     sys.stdout.flush()
-    # Past torch's own destructors, which have been seen to abort a process that had done all its work (torch 2.15, gloo).
+    # Skip torch's destructors, which sometimes abort a process after all its work is done (torch 2.15, gloo).
     os._exit(0)

@@ -94,7 +94,8 @@ class Algorithm:
 
     def _check_choice(self, name: str, value: str, choices: tuple[str, ...]) -> None:
         if value not in choices:
-            raise ValueError(f"{name}={value!r} is not for {type(self).__name__}; choose from {', '.join(choices)}")
+            known = ", ".join(choices)
+            raise ValueError(f"{name}={value!r} is not supported by {type(self).__name__}; choose from {known}")
 
     def __repr__(self) -> str:
         stated = "".join(f", {name}={value!r}" for name, value in self.stated_options().items())

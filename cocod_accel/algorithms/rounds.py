@@ -13,7 +13,7 @@ from itertools import pairwise
 
 PeriodLike = int | Sequence[tuple[int, int]]
 
-_EXAMPLE = "use an int >= 1 such as period=5, or pairs such as period=[(0, 1), (200, 5)]"
+_EXAMPLE = "use an int >= 1 such as period=5, or pairs such as period=[[0, 1], [200, 5]]"
 
 
 def _is_int(value: object) -> bool:

@@ -206,7 +206,7 @@ class Checkpoints:
     def _load_custom_objects(self, tree: Any) -> None:
         if len(tree["custom"]) != len(self._custom_objects):
             raise ValueError(
-                f"holds {len(tree['custom'])} registered objects, {len(self._custom_objects)} are registered here"
+                f"holds {len(tree['custom'])} registered objects, but {len(self._custom_objects)} are registered here"
             )
         for thing, state in zip(self._custom_objects, tree["custom"], strict=True):
             thing.load_state_dict(state)
@@ -261,12 +261,12 @@ class Checkpoints:
                 raise ValueError(f"holds files that were not written with it: {', '.join(sorted(extra))}")
         saved, attached = manifest["algorithm"], self._sync.algorithm
         if saved != attached:
-            raise ValueError(f"was saved with {saved}, attached is {attached}")
+            raise ValueError(f"was saved with {saved}, but {attached} is attached")
         tree = packing.read(path / worker_file(self._rank if num_workers == self._num_workers else 0))
         _check_model(self._subject.module, tree["model"])
         here = [type(optimizer).__name__ for optimizer in self._subject.optimizers]
         if tree["kinds"] != here:
-            raise ValueError(f"was saved with {', '.join(tree['kinds'])}, this run has {', '.join(here)}")
+            raise ValueError(f"was saved with {', '.join(tree['kinds'])}, but this run has {', '.join(here)}")
         return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
 
     def _restore(self, path: Path, weights: list[float], is_exact: bool) -> Resumed:
@@ -354,7 +354,7 @@ def _check_model(module: nn.Module, saved: dict[str, Tensor]) -> None:
     for name in here.keys() | there.keys():
         if here.get(name) != there.get(name):
             raise ValueError(
-                f"is of another model: {name} has shape {there.get(name, 'none')} in it and {here.get(name, 'none')} here"
+                f"is for a different model: {name} has shape {there.get(name, 'none')}, here {here.get(name, 'none')}"
             )
 
 

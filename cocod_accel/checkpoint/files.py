@@ -36,7 +36,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
     if version != _VERSION or not well_formed:
-        raise ValueError(f"{MANIFEST} is of another version ({version}); use the release that wrote it")
+        raise ValueError(f"{MANIFEST} has an unknown version ({version}); use the release that wrote it")
     return manifest
 
 

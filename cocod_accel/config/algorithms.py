@@ -30,7 +30,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
             return ALGORITHMS[name]
         near = difflib.get_close_matches(name, list(ALGORITHMS), n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALGORITHMS)}, or give module:Class"
-        raise ConfigError(f"algorithm.name={name}: is not known; {hint}")
+        raise ConfigError(f"algorithm.name={name}: unknown algorithm; {hint}")
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -81,7 +81,7 @@ def constructor_arguments(options: AlgorithmConfig) -> dict[str, Any]:
         arguments[entry.name] = value.build() if hasattr(value, "build") else value
     for key, value in options.args.items():
         known = key in {entry.name for entry in fields(options)}
-        require(not known, f"algorithm.args.{key}", value, f"has a setting of its own; use algorithm.{key}")
+        require(not known, f"algorithm.args.{key}", value, f"has its own setting; use algorithm.{key}")
         arguments[key] = value
     return arguments
 

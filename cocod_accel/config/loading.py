@@ -75,7 +75,7 @@ def save_config(config: Config, path: Path) -> None:
 def _pull_back(value: Any) -> dict[str, Any]:
     if value:
         raise ConfigError(
-            f"algorithm.pull_back={value}: was removed, because it threw progress away; "
+            f"algorithm.pull_back={value}: was removed because it discarded progress; "
             "use algorithm.own_share (1: the paper, 0: restart from the mean)"
         )
     return {}
@@ -90,14 +90,14 @@ _REPLACED: dict[str, Callable[[Any], dict[str, Any]]] = {"pull_back": _pull_back
 
 
 def modernised(tree: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a file with today's keys."""
+    """The contents of a file, with replaced keys translated."""
     options = tree.get("algorithm")
     if not isinstance(options, dict):
         return tree
     for key, translate in _REPLACED.items():
         if key in options:
             rest = {name: value for name, value in options.items() if name != key}
-            # What the same file says with today's key counts.
+            # If the same file also has the current key, that one counts.
             options = {**translate(_as_number(options[key], key)), **rest}
     return {**tree, "algorithm": options}
 

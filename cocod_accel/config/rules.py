@@ -1,6 +1,6 @@
 """Rules between several settings: combinations that are refused with one line, before any process waits for another.
 
-A rule about a single setting stands beside its field in :mod:`cocod_accel.config.settings`.
+A rule about a single setting is declared with its field in :mod:`cocod_accel.config.settings`.
 """
 
 from __future__ import annotations
@@ -81,15 +81,14 @@ def _validate_algorithm(config: Config) -> None:
     try:
         pairs = config.period_by_epoch
     except (TypeError, ValueError) as error:
-        message = (
-            str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs").replace("(200, 5)", "(10, 5)")
-        )
+        message = str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs")
+        message = message.replace("such as period=[[0, 1], [200, 5]]", "such as period=[[0, 1], [10, 5]]")
         raise ConfigError(f"algorithm.{message}") from error
     build_algorithm(options, pairs)
     for first, _ in pairs:
         fix = f"algorithm.period={pairs[-1][1]}"
         rule = f"changes after the last epoch, with schedule.epochs={epochs}; use {fix}"
-        require(first < epochs, "algorithm.period", pairs, rule)
+        require(first < epochs, "algorithm.period", [list(pair) for pair in pairs], rule)
 
 
 def _validate_cluster(config: Config) -> None:
@@ -146,7 +145,7 @@ def _validate_nodes(config: Config) -> None:
     require(cluster.num_workers % size == 0, key, size, f"does not divide cluster.num_workers={cluster.num_workers}")
     kind = algorithm_class(name)
     # Gradients of all workers are summed in every step anyway: nodes would change nothing.
-    require(not kind.reduces_gradients, key, size, f"is not for {name}, which sums gradients over all workers; use 1")
+    require(not kind.reduces_gradients, key, size, f"is not supported by {name}, which sums all gradients; use 1")
     if not kind.same_period:
         # The workers of a node hold one model, so they end their rounds together.
         speeds = [] if cluster.speeds == MEASURE else config.speeds

@@ -44,7 +44,7 @@ def read_yaml(file: str | Path) -> DictConfig:
     except Exception as error:
         raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
     if not isinstance(tree, DictConfig):
-        raise ConfigError(f"{file}: must hold keys and values, not a list")
+        raise ConfigError(f"{file}: must be a mapping, not a list")
     return tree
 
 
@@ -55,18 +55,17 @@ def merge_strictly(node: type, tree: Any, given_by: Sequence[tuple[DictConfig, s
     try:
         return OmegaConf.merge(tree, *(given for given, _ in given_by))
     except OmegaConfBaseException:
-        # Merging copies the whole tree, so it is done one by one only to find whose value is wrong.
+        # Merging copies the whole tree: only go one by one to find the source of the bad value.
         for given, source in given_by:
             try:
                 tree = OmegaConf.merge(tree, given)
             except OmegaConfBaseException as error:
-                where = f"{source}: {error.full_key}" if error.full_key else source
-                raise ConfigError(f"{where}: {first_line(error)}") from error
+                raise ConfigError(f"{_where(source, error.full_key or '')}: {first_line(error)}") from error
         raise
 
 
 def resolved(tree: Any) -> Any:
-    """The dataclass that an OmegaConf tree stands for."""
+    """The dataclass that an OmegaConf tree represents."""
     try:
         OmegaConf.resolve(tree)
         return OmegaConf.to_object(tree)
@@ -89,16 +88,21 @@ def require(good: bool, key: str, value: object, rule: str) -> None:
 def require_choice(text: str, key: str, choices: list[str]) -> None:
     near = difflib.get_close_matches(text, choices, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-    require(text in choices, key, text, f"is not known; {hint}")
+    require(text in choices, key, text, f"unknown value; {hint}")
 
 
 def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def _where(source: str, key: str) -> str:
+    """The source of a value and its key, named once: the source of an override ends with its key."""
+    return source if not key or source == f"override {key}" else f"{source}: {key}"
+
+
 def _check_keys(root: type, node: type, given: Any, prefix: str, source: str) -> None:
     if not isinstance(given, dict):
-        raise ConfigError(f"{source}: {prefix.rstrip('.')} must hold keys and values, not {given!r}")
+        raise ConfigError(f"{_where(source, prefix.rstrip('.'))}: must be a mapping, not {given!r}")
     known = _sections(node)
     for key, value in given.items():
         if key not in known:
@@ -115,7 +119,7 @@ def _check_keys(root: type, node: type, given: Any, prefix: str, source: str) ->
             for index, entry in enumerate(value):
                 _check_keys(root, child, entry, f"{prefix}{key}[{index}].", source)
         else:
-            raise ConfigError(f"{source}: {prefix}{key} must be a list, not {value!r}")
+            raise ConfigError(f"{_where(source, f'{prefix}{key}')}: must be a list, not {value!r}")
 
 
 def _sections(node: type) -> dict[str, tuple[type | None, str]]:

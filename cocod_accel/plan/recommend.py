@@ -96,7 +96,7 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     rate = config.optimizer.learning_rate
     factor = work.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
     if cluster.num_workers == 1:
-        warnings = [*warnings, "one worker has no network: what more would gain rests on the one that the file gives"]
+        warnings = [*warnings, "one worker uses no network: figures for more workers rely on the network in the file"]
     advice = Advice(
         algorithm=algorithm,
         period=period,

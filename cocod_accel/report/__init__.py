@@ -1,10 +1,10 @@
-"""Run folders -> tables, figures, a page, a trace, a view in the terminal.
+"""Run folders -> tables, figures, a page, a trace, a live view in the terminal.
 
-    groups                 seeds of one configuration together; time to accuracy, speedup and spread
-    tables                 the result in a terminal, as Markdown and as CSV
-    curves, look, figures  the paper's figures: their data, their colours, the pictures
-    markup, page           the same as one interactive page
-    trace, watch           Chrome/Perfetto files; the progress of a run
+    groups                 groups seeds of one configuration; time to accuracy, speedup and spread
+    tables                 the results for a terminal, as Markdown and as CSV
+    curves, look, figures  the paper's figures: data, styles, drawing
+    markup, page           the results as one interactive page
+    trace, watch           Chrome/Perfetto traces; the progress of a run
     writing                reads runs and writes everything into one folder
 
 Nothing here is needed to train, and matplotlib is imported only when a figure is drawn.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cocod_accel.report.groups import Group, Stat, base_label, compared, setting, telling_keys, told
 from cocod_accel.runs.reading import Run, is_number
 
-#: What changes with the number of workers by itself.
+#: Keys that change along with the number of workers.
 _BY_WORKERS = frozenset({"cluster.num_workers", "cluster.speeds", "cluster.global_batch", "emulate.slowdown"})
 
 
@@ -28,7 +28,7 @@ class Point:
 
 
 def points(run: Run) -> list[Point]:
-    """A run's evaluations; what was sent until then is interpolated between its training rows."""
+    """A run's evaluations; bytes sent so far are interpolated between its training rows."""
     result = []
     sent = sent_until(run)
     for row in run.evaluations:
@@ -58,7 +58,7 @@ def sent_until(run: Run) -> list[tuple[float, float]]:
 
 
 def epochs_of_steps(run: Run) -> list[tuple[float, float]]:
-    """(step, epoch) where it is known: at evaluations, and on to the last row at the same pace."""
+    """(step, epoch) at evaluations, extrapolated to the last row at the same pace."""
     known = [(0.0, 0.0)]
     known += [
         (float(r["step"]), float(r["epoch"]))
@@ -72,7 +72,7 @@ def epochs_of_steps(run: Run) -> list[tuple[float, float]]:
 
 
 def interpolated(x: float, known: Sequence[tuple[float, float]]) -> float:
-    """The value at ``x`` on the line through known points; after the last one, its value."""
+    """Linear interpolation between known points; constant beyond them."""
     index = bisect_left(known, x, key=lambda point: point[0])
     if math.isnan(x) or not known:
         return math.nan
@@ -83,7 +83,7 @@ def interpolated(x: float, known: Sequence[tuple[float, float]]) -> float:
 
 
 def mean_points(group: Group) -> list[Point]:
-    """The mean over seeds, evaluation by evaluation, as far as every seed has come."""
+    """The mean over seeds, evaluation by evaluation, up to the last one that every seed has."""
     result = []
     for same in zip(*(points(run) for run in group.runs), strict=False):
         accuracy, loss = Stat.of([p.accuracy for p in same]), Stat.of([p.train_loss for p in same])
@@ -106,9 +106,9 @@ def mean_points(group: Group) -> list[Point]:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Time speedup over the number of workers, against one group (figure 4 of the paper)."""
+    """Time speedup over the number of workers, relative to one group (figure 4 of the paper)."""
 
-    #: What speedup 1 is.
+    #: The group with speedup 1.
     reference: str
     #: Series by name: (workers, speedup).
     series: Mapping[str, Sequence[tuple[int, float]]]
@@ -116,11 +116,11 @@ class Scaling:
 
 
 def scaling(groups: Sequence[Group], baseline: str | None = None) -> Scaling | None:
-    """Seconds an epoch of a reference over everybody's; None if all have the same number of workers.
+    """The reference's seconds per epoch over each group's; None if all groups have the same number of workers.
 
-    Only groups of one task, model and emulation are put together: those with most numbers of workers. The reference is the
-    group on fewest workers, of the baseline's algorithm if there are several. On one worker the algorithms are one and
-    the same, so that is then where every curve begins.
+    Only groups with the same task, model and emulation are compared: the set with the most worker counts. The reference
+    is the group with the fewest workers, with the baseline's algorithm if there are several. On one worker all
+    algorithms are the same, so every curve starts there.
     """
     alike: dict[frozenset[tuple[str, str]], list[Group]] = {}
     for group in groups:
@@ -147,7 +147,7 @@ def _epoch_seconds(group: Group) -> float:
 
 
 def _series_names(groups: Sequence[Group]) -> list[str]:
-    """Labels without what differs because of the number of workers."""
+    """Labels without the keys that change along with the number of workers."""
     names = []
     for group in groups:
         alike = [compared(other.first) for other in groups if base_label(other.first) == base_label(group.first)]

@@ -23,7 +23,7 @@ from cocod_accel.report.look import SPAN_COLOURS, Style, styles, styles_of
 from cocod_accel.report.tables import percent
 from cocod_accel.runs.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT, Span, step_seconds, window
 
-#: Text stays text, and the same runs give the same file.
+#: Text stays text, and output is reproducible.
 _SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cocod",
@@ -34,14 +34,14 @@ _SETTINGS: Any = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
-#: How many steps of the slowest run, how many runs, and about how many workers of all together a timeline shows.
+#: What a timeline shows: steps of the slowest run, runs, and workers of all runs together (roughly).
 _TIMELINE_STEPS = 12
 _TIMELINE_RUNS = 8
 _TIMELINE_LANES = 16
 
 
 def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]) -> dict[str, Figure]:
-    """Every figure that these runs have something to show in, by the name of its file."""
+    """Every figure that these runs have data for, by file name."""
     with mpl.rc_context(_SETTINGS):
         figures: dict[str, Figure] = {}
         if comparison.has_learnt:
@@ -54,7 +54,7 @@ def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping
 
 
 def draw_expected(expected: Scaling) -> dict[str, Figure]:
-    """What ``cocod plan`` expects of every algorithm, by the name of its file; workers double along both axes."""
+    """What ``cocod plan`` expects of every algorithm, by file name; both axes are log2."""
     with mpl.rc_context(_SETTINGS):
         figure = _speedup(expected, "Expected time speedup over the number of workers (simulated)")
         axes = figure.axes[0]
@@ -62,7 +62,7 @@ def draw_expected(expected: Scaling) -> dict[str, Figure]:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         values = [speedup for found in expected.series.values() for _, speedup in found]
-        axes.set_ylim(0.8 * min(values), 1.25 * max(*values, *counts))  # logarithms know no zero to begin at
+        axes.set_ylim(0.8 * min(values), 1.25 * max(*values, *counts))  # a log axis cannot start at zero
         axes.set_xticks(counts)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
@@ -130,7 +130,7 @@ def _accuracy(comparison: Comparison) -> Figure:
 def _panels(
     comparison: Comparison, draw: Callable[[Axes, Group, Style], None], title: str, x_label: str, y_label: str
 ) -> Figure:
-    """A panel for each task and model, as in the paper; one legend for all, beside them."""
+    """A panel for each task and model, as in the paper; one shared legend beside them."""
     panels: dict[str, list[Group]] = {}
     for group in comparison.groups:
         config = group.first.config
@@ -198,7 +198,7 @@ def _speedup(scaling: Scaling, title: str = "Time speedup over the number of wor
 
 
 def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure:
-    """What workers did in a short window of each run: a lane of computing and waiting, one of communication below it."""
+    """A short window of each run: per worker a lane for computing and waiting, and one for communication below it."""
     shown = dict(list(spans.items())[:_TIMELINE_RUNS])
     seconds = _TIMELINE_STEPS * max(step_seconds(rows) for rows in shown.values()) or 1.0
     ranks = {label: _ranks(rows, len(shown)) for label, rows in shown.items()}
@@ -225,7 +225,7 @@ def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure:
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("milliseconds, from a moment in the middle of each run")
+    axes.set_xlabel("milliseconds, in the middle of each run")
     kinds = [name for name in NAMES if name in seen]
     patches = [Patch(facecolor=SPAN_COLOURS[n], hatch=_hatch(n), edgecolor="white", label=MEANINGS[n]) for n in kinds]
     left_out = "" if len(shown) == len(spans) else f" (the first {len(shown)} of {len(spans)})"
@@ -235,7 +235,7 @@ def _timeline(spans: Mapping[str, Sequence[Span]]) -> Figure:
 
 
 def _ranks(rows: Sequence[Span], num_runs: int) -> list[int]:
-    """The workers to show: fewer, the more runs there are."""
+    """The workers to show; the more runs, the fewer workers."""
     most = max(2, _TIMELINE_LANES // num_runs)
     return sorted({span.rank for span in rows})[:most]
 
@@ -245,7 +245,7 @@ def _hatch(name: str) -> str | None:
 
 
 def _draw_worker(axes: Axes, rows: Sequence[Span], begin: float, seconds: float, y: float) -> set[str]:
-    """One worker's lanes; returns what was seen in them."""
+    """Draw one worker's lanes; returns the kinds of spans drawn."""
     seen = set()
     for name in (name for name in NAMES if name != COMMUNICATE):
         bars = _bars(rows, name, begin, seconds)
@@ -263,7 +263,7 @@ def _draw_worker(axes: Axes, rows: Sequence[Span], begin: float, seconds: float,
 
 
 def _bars(rows: Sequence[Span], name: str, begin: float, seconds: float) -> list[tuple[float, float]]:
-    """(start, length) in milliseconds, cut at the window."""
+    """(start, length) in milliseconds, clipped to the window."""
     cut = [
         (max(span.start - begin, 0.0), min(span.end - begin, seconds))
         for span in rows

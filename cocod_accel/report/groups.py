@@ -1,8 +1,8 @@
-"""Runs put side by side: seeds of one configuration together, with mean, spread and count, against a baseline.
+"""Compares runs: groups the seeds of one configuration, with mean, spread and count, against a baseline.
 
-Runs are one group only if nothing that could change what they measure differs between them, seed aside. Two configurations
-are never mixed, also when the algorithm is the same: their labels then name the keys in which they differ. An unfinished
-run stands alone, because its figures are not those of a whole run.
+Runs form a group only if they differ in nothing that affects what they measure, except the seed. Two configurations are
+never mixed, even with the same algorithm: their labels then name the keys in which they differ. An unfinished run forms
+its own group, because its figures do not cover a whole run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from cocod_accel.config.fields import Affects
 from cocod_accel.config.settings import may_differ
 from cocod_accel.runs.reading import MEASURES, Run, time_to_target
 
-#: Said by every label anyway.
+#: Already part of every label.
 _IN_LABEL = frozenset({"algorithm.name", "cluster.proportional"})
-#: What must be equal for one group's time to be measured against another's.
+#: What must be equal for two groups' times to be comparable.
 _SETTING_SECTIONS = ("task", "model", "emulate")
 _SETTING_KEYS = frozenset({"cluster.num_workers"})
 _LONGEST_VALUE = 24
-#: Of two keys that tell as much, the one a reader would name.
+#: Preferred among keys that distinguish equally well.
 _FIRST_TOLD = frozenset({"algorithm.period", "cluster.num_workers", "task.name", "model.name", "batch_size"})
 
 
 @dataclass(frozen=True)
 class Stat:
-    """Mean and sample standard deviation of n values; one value has no spread."""
+    """Mean and sample standard deviation of n values; a single value has no spread."""
 
     mean: float
     spread: float | None
@@ -43,18 +43,18 @@ class Stat:
 
 @dataclass
 class Group:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     runs: list[Run]
     label: str = ""
     stats: dict[str, Stat] = field(default_factory=dict)
-    #: Every run's seconds to the target; None: never.
+    #: Each run's seconds to the target; None: never reached.
     times: list[float | None] = field(default_factory=list)
-    #: The baseline's mean time to the target over this group's; None if either has a run that never reaches it.
+    #: The baseline's mean time to the target over this group's; None if a run of either never reaches it.
     speedup: float | None = None
-    #: Its samples a second over the baseline's.
+    #: Samples per second, relative to the baseline.
     throughput: float | None = None
-    #: The label of the group it is measured against.
+    #: The label of the group it is compared with.
     baseline: str | None = None
 
     @property
@@ -82,12 +82,12 @@ class Group:
 
 @dataclass
 class Comparison:
-    """What ``cocod compare`` has found out."""
+    """The result of ``cocod compare``."""
 
     groups: list[Group]
-    #: The accuracy that times are taken to; None: no run has a target that any of them reached.
+    #: The target accuracy; None: no run reached any of its targets.
     target: float | None
-    #: Lines for the reader: what differs, what is missing.
+    #: Notes for the reader: what differs, what is missing.
     notes: list[str]
 
     def of(self, label: str | None) -> Group | None:
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether any of them has an accuracy."""
+        """Whether any group has an accuracy."""
         return any(group.has_learnt for group in self.groups)
 
 
@@ -116,7 +116,7 @@ def compare(runs: Sequence[Run], target: float | None = None, baseline: str | No
 
 
 def _rank(group: Group) -> tuple[bool, float, float, float]:
-    """The first to reach the target comes first; those that do not, by their accuracy, or else by their speed."""
+    """By time to the target, then by accuracy, then by speed."""
     time = math.inf if group.time is None or math.isnan(group.time.mean) else group.time.mean
     accuracy = group.stats["best_accuracy"].mean if group.has_learnt else 0.0
     return (not group.first.is_finished, time, -accuracy, -group.stats["samples_per_second"].mean)
@@ -126,15 +126,15 @@ def _rank(group: Group) -> tuple[bool, float, float, float]:
 
 
 def compared(run: Run) -> dict[str, str]:
-    """The part of a run's configuration in which two runs of one group must be equal."""
+    """The part of a run's configuration that all runs of a group share."""
     config = {key: value for key, value in run.config.items() if not may_differ(key, Affects.FIGURES)}
-    if config.get("checkpoint.resume") in ("auto", "never"):  # anything else is another beginning
+    if config.get("checkpoint.resume") in ("auto", "never"):  # anything else is a different starting point
         del config["checkpoint.resume"]
     return config
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs of equal configuration together, labelled; in the order in which they came."""
+    """Runs grouped by configuration and labelled, in the order given."""
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         alone = None if run.is_finished else str(run.source)
@@ -147,7 +147,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def labels(groups: Sequence[Group]) -> list[str]:
-    """A different name for each group: algorithm, the keys in which groups of one algorithm differ, and its clock."""
+    """A unique label per group: algorithm, the keys in which groups of that algorithm differ, and its clock."""
     bases = [base_label(group.first) for group in groups]
     named = []
     for group, base in zip(groups, bases, strict=True):
@@ -171,7 +171,7 @@ def base_label(run: Run) -> str:
 
 
 def telling_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """As few keys as tell all of some configurations apart: each next one is the one that tells most."""
+    """A few keys that tell the configurations apart, chosen greedily."""
     keys = sorted(differing_keys(configs) - _IN_LABEL, key=lambda key: (key not in _FIRST_TOLD, key))
     wanted = len({tuple(config.get(key) for key in keys) for config in configs})
     chosen: list[str] = []
@@ -181,13 +181,13 @@ def telling_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def differing_keys(configs: Iterable[Mapping[str, str]]) -> set[str]:
-    """The keys that have not the same value in all of them."""
+    """The keys whose values differ."""
     seen = list(configs)
     return {key for key in {key for config in seen for key in config} if len({config.get(key) for config in seen}) > 1}
 
 
 def told(key: str, value: str) -> str:
-    """``4 workers``, ``vgg16``, ``period=5``: a key and its value, in short."""
+    """A key and its value, abbreviated: ``4 workers``, ``vgg16``, ``period=5``."""
     last = key.split(".")[-1]
     short = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
     if key == "cluster.num_workers":
@@ -199,7 +199,7 @@ def told(key: str, value: str) -> str:
 
 
 def common_target(runs: Sequence[Run]) -> float | None:
-    """The highest of the runs' own targets that all that learn reached, else the highest that any did."""
+    """The highest of the runs' targets that all runs with an accuracy reached, else the highest that any did."""
     targets: set[float] = set()
     runs = [run for run in runs if run.has_learnt]
     for run in runs:
@@ -212,14 +212,14 @@ def common_target(runs: Sequence[Run]) -> float | None:
 
 
 def setting(group: Group, without: frozenset[str] = frozenset()) -> frozenset[tuple[str, str]]:
-    """What two groups must share for one's time to say something about the other's."""
+    """What two groups must share for their times to be comparable."""
     config = {key: value for key, value in group.config.items() if key not in without}
     kept = {key: value for key, value in config.items() if key.split(".")[0] in _SETTING_SECTIONS or key in _SETTING_KEYS}
     return frozenset({**kept, "clock": group.first.clock}.items())
 
 
 def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
-    """Give each group its speedup: against the nearest of an algorithm in its own setting, or against one named group."""
+    """Set each group's speedup: over the most similar baseline group in its setting, or over one named group."""
     if baseline is None:
         bases = [base_label(group.first) for group in groups]
         baseline = "ssgd" if "ssgd" in bases else bases[0]
@@ -227,7 +227,7 @@ def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
     by_label = [group for group in groups if group.label == baseline]
     if not of_algorithm and not by_label:
         known = sorted({base_label(group.first) for group in groups} | {group.label for group in groups})
-        raise ValueError(f"--baseline={baseline}: is none of the runs; choose from {', '.join(known)}")
+        raise ValueError(f"--baseline={baseline}: matches no run; choose from {', '.join(known)}")
     for group in groups:
         candidates = [other for other in of_algorithm if setting(other) == setting(group)] if of_algorithm else by_label
         if not candidates:
@@ -249,25 +249,25 @@ def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
             by_clock.setdefault(f"{run.clock}{f' ({run.emulated})' if run.emulated else ''}", []).append(group.label)
     notes = [f"{clock}: {', '.join(named)}" for clock, named in by_clock.items()]
     if any(group.first.clock == "simulated" for group in groups):
-        notes.append("spans of simulated runs are those of some steps and workers in the middle of the run")
+        notes.append("spans of simulated runs cover only some steps and workers, from the middle of the run")
     for group in groups:
         if not group.first.is_finished:
             epoch = group.first.evaluations[-1].get("epoch", "?")
             notes.append(
                 f"{group.label}: {group.first.name} was evaluated after epoch {epoch} of {group.first.epochs}; its figures "
-                "are those until then, communication worker 0's"
+                "stop there, and communication is worker 0's"
             )
         seeds = [run.seed for run in group.runs]
         if len(set(seeds)) < len(seeds):
-            notes.append(f"{group.label}: has runs of one seed (seeds {', '.join(seeds)}); they differ in time alone")
+            notes.append(f"{group.label}: has runs with the same seed ({', '.join(seeds)}); they differ only in time")
     notes += [run.note for group in groups for run in group.runs if run.note]
     others = differing_keys([group.config for group in groups]) - _IN_LABEL
     if others:
         notes.append(f"configurations also differ in {', '.join(sorted(others))}")
     if len({setting(group) for group in groups}) > 1:
-        notes.append("speedup is taken only between runs of the same task, model, number of workers and emulation")
+        notes.append("speedups compare only runs with the same task, model, number of workers and emulation")
     if not any(group.has_learnt for group in groups):
-        notes.append("simulated without learning, so there is no accuracy; rows are in the order of their samples a second")
+        notes.append("simulated without learning, so there is no accuracy; rows are sorted by samples per second")
     elif target is None:
-        notes.append("no run reached any of its targets; give --target for a time to accuracy")
+        notes.append("no run reached any of its targets; pass --target to get a time to accuracy")
     return notes

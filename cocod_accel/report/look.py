@@ -1,7 +1,7 @@
 """Colours, dashes and markers, the same in pictures and on the page.
 
-The palette is Okabe and Ito's, chosen to be told apart by colour-blind readers; a dash and a marker say the same once
-more, for print and for more groups than colours.
+The palette is Okabe and Ito's, which colour-blind readers can tell apart; dashes and markers repeat the distinction,
+for print and for more groups than colours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cocod_accel.report.groups import Group
 from cocod_accel.runs.spans import CHECKPOINT, COMMUNICATE, COMPUTE, STRETCH, WAIT
 
-#: In figures on white; the page replaces black by white when it is dark. Yellow is left out: it is lost on white.
+#: In figures on white; the page replaces black with white in dark mode. Yellow is left out: it is invisible on white.
 PALETTE = ("#000000", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#0072b2", "#cc79a7", "#7f7f7f")
 #: Each of the paper's algorithms keeps its colour in all comparisons.
 _OWN_COLOUR = {"ssgd": 0, "pipe": 1, "local": 2, "cocod": 3, "asynlocal": 4}
@@ -34,7 +34,7 @@ def styles(groups: Sequence[Group]) -> dict[str, Style]:
 
 
 def styles_of(labels: Sequence[str]) -> dict[str, Style]:
-    """A style for each label: the colour of the algorithm it begins with if that is still free, else the next one."""
+    """A style for each label: the colour of the algorithm it starts with if still free, else another free one."""
     free = list(range(len(PALETTE)))
     chosen: dict[str, int] = {}
     for label in labels:

@@ -1,4 +1,4 @@
-"""The page's tables and sections as HTML: everything that comes from a run is escaped here."""
+"""The page's tables and sections as HTML. Everything that comes from a run is escaped here."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cocod_accel.report.tables import columns, percent, verdicts
 from cocod_accel.runs.reading import time_to_target
 from cocod_accel.runs.spans import COMMUNICATE, COMPUTE, MEANINGS, NAMES, WAIT
 
-#: What is shown, as HTML, and what is sorted by; None: nothing to sort by.
+#: The HTML to show and the value to sort by (None: not sortable).
 Cell = tuple[str, float | int | str | None]
-#: Text and meaning.
+#: Text and tooltip.
 Heading = tuple[str, str]
-#: A table of more rows than this is shown when asked for.
+#: Longer tables are folded.
 _LONG_TABLE = 24
 
 
 def table(caption: str, header: Sequence[Heading], rows: Sequence[Sequence[Cell]], sortable: bool) -> str:
-    """A table that scrolls by itself where it is too wide; its first column names the rows."""
+    """A table that scrolls if it is too wide; its first column names the rows."""
     head = "".join(f'<th scope="col">{_heading(*pair, sortable)}</th>' for pair in header)
     body = "\n".join(f"<tr>{''.join(_cell(i, *pair) for i, pair in enumerate(row))}</tr>" for row in rows)
     kind = ' class="sortable"' if sortable else ""
@@ -74,11 +74,11 @@ def results_table(comparison: Comparison) -> str:
 
 
 def runs_table(comparison: Comparison) -> str:
-    """Every run's own figures."""
+    """The figures of each run."""
     goal = "target" if comparison.target is None else percent(comparison.target)
     header = [
         ("name", "the run"),
-        ("of", "the row above it belongs to"),
+        ("of", "the row in the table above"),
         ("seed", "its seed"),
         (f"s to {goal}", "first evaluation at or above it"),
         ("best %", "best test accuracy"),
@@ -107,11 +107,11 @@ def runs_table(comparison: Comparison) -> str:
                     _number(found["comm_hidden_seconds"], 1, 2),
                 ]
             )
-    return _folded("Every run by itself", table("Every run", header, rows, sortable=True), "every")
+    return _folded("Individual runs", table("Every run", header, rows, sortable=True), "every")
 
 
 def values_table(comparison: Comparison, key: str, title: str, show: Callable[[float], str]) -> str:
-    """A figure once more as a table, for those who cannot see it; at most twenty evaluations."""
+    """The data of a figure as a table, for those who cannot see it; at most twenty evaluations."""
     curves = {group.label: mean_points(group) for group in comparison.groups}
     epochs = sorted({point.epoch for curve in curves.values() for point in curve if not math.isnan(point.epoch)})
     epochs = epochs[:: max(1, math.ceil(len(epochs) / 20))]
@@ -125,7 +125,7 @@ def values_table(comparison: Comparison, key: str, title: str, show: Callable[[f
 
 
 def time_alone_note() -> str:
-    return '<p class="quiet">These runs were simulated without learning, so there are no curves of accuracy and loss.</p>'
+    return '<p class="quiet">These runs were simulated without learning, so there are no accuracy and loss curves.</p>'
 
 
 def scaling_section(scaling: Scaling | None) -> str:
@@ -139,7 +139,7 @@ def scaling_section(scaling: Scaling | None) -> str:
     header = [("workers", ""), *((str(count), "") for count in counts)]
     return (
         '<figure id="scaling" class="plot"><figcaption><h3>Time speedup over the number of workers</h3>'
-        f'<span class="quiet">{escape(scaling.reference)} = 1, by seconds an epoch</span></figcaption></figure>'
+        f'<span class="quiet">{escape(scaling.reference)} = 1, by seconds per epoch</span></figcaption></figure>'
         '<div class="legend"><ul id="scaling_legend"></ul></div>'
         + _folded("Time speedup, as a table", table("Time speedup", header, rows, sortable=False))
     )
@@ -152,17 +152,17 @@ def timeline_section(timelines: Sequence[Mapping[str, Any]]) -> str:
     seen = [name for name in NAMES if any(name in worker["spans"] for t in timelines for worker in t["workers"])]
     cuts = [
         f'<p class="quiet">{escape(t["label"])}: seconds {t["cut"][0]:.1f} to {t["cut"][1]:.1f} of {t["cut"][2]:.1f}; '
-        "cocod trace has them all.</p>"
+        "cocod trace writes all of them.</p>"
         for t in timelines
         if t["cut"]
     ]
     header = [
-        ("run", "the first of its row above"),
+        ("run", "the first run of the row above"),
         ("worker", "its rank"),
-        ("computing s", "steps without their waits"),
+        ("computing s", "steps, waits excluded"),
         ("waiting s", "blocked by communication"),
-        ("communicating s", "transfers under way"),
-        ("of it hidden s", "while not waiting"),
+        ("communicating s", "transfers in flight"),
+        ("hidden s", "transfers in flight while not waiting"),
     ]
     rows: list[list[Cell]] = [
         [
@@ -176,7 +176,7 @@ def timeline_section(timelines: Sequence[Mapping[str, Any]]) -> str:
     found = table("Seconds of each worker", header, rows, sortable=True)
     return (
         '<p class="quiet">What each worker did, from the spans of the first run of each row: a lane for computing and '
-        "waiting, one for communication below it.</p>"
+        "waiting, and one for communication below it.</p>"
         f'<div class="legend"><ul>{"".join(map(_key, seen))}</ul></div>{"".join(cuts)}'
         '<figure id="timeline" class="plot"><div class="bar">'
         f'<label>run <select data-role="run">{options}</select></label></div></figure>'
@@ -193,10 +193,10 @@ def differences_table(comparison: Comparison) -> str:
     configs = {group.label: group.config for group in comparison.groups}
     keys = sorted(differing_keys(configs.values()))
     if not keys:
-        return "<p>All runs have the same configuration, seeds aside.</p>"
+        return "<p>All runs have the same configuration but for the seed.</p>"
     rows: list[list[Cell]] = [
         [(escape(key), key), *((escape(config.get(key, "-")), None) for config in configs.values())] for key in keys
     ]
     header = [("key", ""), *((label, "") for label in configs)]
     found = table("Keys in which the configurations differ", header, rows, sortable=False)
-    return f'<p class="quiet">Keys in which the configurations differ; all others are equal, seeds aside.</p>{found}'
+    return f'<p class="quiet">Keys in which the configurations differ; all others but the seed are equal.</p>{found}'

@@ -1,7 +1,8 @@
-"""``report.html``: the comparison as one file that works from a disk, without a network.
+"""``report.html``: the comparison as one self-contained file that works offline.
 
-Tables are written here, the figures are drawn by the scripts in ``assets/`` from JSON in the page. Everything that comes
-from a run (names above all) is escaped, and a content policy lets no script run but the page's own and nothing be loaded.
+Tables are rendered here; figures are drawn by the scripts in ``assets/`` from JSON in the page. Everything that comes
+from a run, such as its name, is escaped, and a content security policy allows only the page's own scripts and no
+loading.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from cocod_accel.runs.reading import Run, is_number
 from cocod_accel.runs.spans import MEANINGS, NAMES, Span, shares, step_seconds, window
 
 _SCRIPTS = ("view.js", "chart.js", "timeline.js", "page.js")
-#: So many spans of a run are put into the page; of a longer one, those around its middle.
+#: Maximum spans of a run in the page; of a longer run, those around its middle.
 MOST_SPANS = 12_000
-#: A timeline opens with so many steps in view.
+#: Steps in view when a timeline opens.
 _STEPS_SHOWN = 30
 
 
@@ -62,7 +63,7 @@ def render(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, 
         "timeline": timeline_section(timelines),
         "differences": differences_table(comparison),
     }
-    # One pass: what is put in is never looked at again, whatever a run is called.
+    # One pass: inserted text is never substituted again, whatever a run is called.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
 
 
@@ -75,13 +76,13 @@ def _hash(text: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element that contains it."""
     text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no nan; six digits are more than a pixel shows."""
+    """JSON has no nan, and six digits are finer than a pixel."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping) and not isinstance(value, _Exact):
@@ -95,7 +96,7 @@ def _finite(value: Any) -> Any:
 
 
 def page_data(comparison: Comparison, scaling: Scaling | None, timelines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the scripts draw."""
+    """The data that the scripts draw."""
     look = styles(comparison.groups)
     return {
         "target": comparison.target,
@@ -151,7 +152,7 @@ def _scaling_data(scaling: Scaling) -> list[dict[str, Any]]:
 
 
 def timeline(label: str, rows: Sequence[Span]) -> dict[str, Any]:
-    """A run's spans as flat lists (start, length, step, ...) per worker and name, and what they add up to."""
+    """A run's spans as flat lists (start, length, step, ...) per worker and name, and their totals."""
     kept, is_cut = middle(rows, MOST_SPANS)
     seconds = _STEPS_SHOWN * step_seconds(kept) or 1.0
     first, last = min(span.start for span in kept), max(span.end for span in kept)
@@ -176,11 +177,11 @@ def timeline(label: str, rows: Sequence[Span]) -> dict[str, Any]:
 
 
 class _Exact(dict[str, list[float]]):
-    """Microseconds within a run of hours: not to be shortened to six digits."""
+    """Microseconds in a run of hours, so not rounded to six digits."""
 
 
 def middle(rows: Sequence[Span], most: int) -> tuple[list[Span], bool]:
-    """At most so many spans, around the middle of a run."""
+    """At most ``most`` spans, around the middle of a run, and whether any were cut."""
     if len(rows) <= most:
         return list(rows), False
     begin = (len(rows) - most) // 2

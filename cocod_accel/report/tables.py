@@ -24,7 +24,7 @@ class Column:
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """The columns of a comparison; those of a target only if there is one."""
+    """The columns of a comparison; those about a target only if there is one."""
 
     def measure(header: str, meaning: str, key: str, show: Callable[[float], str], factor: float = 1.0) -> Column:
         def text(group: Group) -> str:
@@ -33,7 +33,7 @@ def columns(comparison: Comparison) -> list[Column]:
         return Column(header, meaning, text, lambda group: group.stats[key].mean)
 
     result = [
-        Column("run", "algorithm, and what sets its configuration apart", lambda g: g.label, lambda g: g.label),
+        Column("run", "algorithm, and the settings in which it differs", lambda g: g.label, lambda g: g.label),
         Column("n", "runs of this configuration, one per seed", lambda g: str(len(g.runs)), lambda g: len(g.runs)),
         Column("workers", "number of workers", lambda g: str(g.first.num_workers), lambda g: g.first.num_workers),
     ]
@@ -51,15 +51,15 @@ def columns(comparison: Comparison) -> list[Column]:
     else:
         result += [
             Column("ms/step", "training seconds over worker 0's steps", _step_text, _step_milliseconds),
-            Column("faster", "its samples a second over the baseline's", _throughput_text, _throughput_value),
+            Column("faster", "samples per second, relative to the baseline", _throughput_text, _throughput_value),
         ]
     return [
         *result,
         measure("training s", "training seconds of the slowest worker, evaluation excluded", "train_seconds", _one),
-        measure("samples/s", "training samples a second, all workers together", "samples_per_second", _none),
-        measure("MB sent", "what one worker sent", "comm_bytes", _one, 1e-6),
-        measure("exposed s", "computing was blocked by communication so long, worst worker", "comm_exposed_seconds", _one),
-        measure("hidden s", "communication ran under computation so long, worst worker", "comm_hidden_seconds", _one),
+        measure("samples/s", "training samples per second, all workers together", "samples_per_second", _none),
+        measure("MB sent", "sent by one worker", "comm_bytes", _one, 1e-6),
+        measure("exposed s", "time blocked by communication, worst worker", "comm_exposed_seconds", _one),
+        measure("hidden s", "time communication overlapped computation, worst worker", "comm_hidden_seconds", _one),
     ]
 
 
@@ -79,7 +79,7 @@ def _two(value: float) -> str:
 
 
 def with_spread(stat: Stat, show: Callable[[float], str], factor: float = 1.0) -> str:
-    """``15.5 ±0.4``; without a spread if there is one value only, or it is too small to show; ``-``: not known."""
+    """``15.5 ±0.4``; no spread for a single value, or if it rounds to zero; ``-``: unknown."""
     if math.isnan(stat.mean):
         return "-"
     spread = "" if stat.spread is None else show(stat.spread * factor)
@@ -87,7 +87,7 @@ def with_spread(stat: Stat, show: Callable[[float], str], factor: float = 1.0) -
 
 
 def time_text(group: Group) -> str:
-    """Seconds to the target; ``never``; or how many of the runs reached it, where a mean would mislead."""
+    """Seconds to the target; ``never``; or how many runs reached it, if not all did."""
     if not group.has_learnt:
         return "-"
     if group.time is not None:
@@ -139,7 +139,7 @@ def cells(comparison: Comparison) -> list[list[str]]:
 
 
 def terminal(comparison: Comparison) -> str:
-    """For a terminal: the table, what it says, and what to know about it."""
+    """For a terminal: the table, the verdicts and the notes."""
     return "\n".join([aligned(cells(comparison)), *verdicts(comparison), *comparison.notes])
 
 
@@ -152,7 +152,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def results_csv(comparison: Comparison) -> str:
-    """One row per group, full precision: every mean with its spread, so that nothing has to be parsed out of a cell."""
+    """One row per group, full precision: every mean and its spread in separate columns."""
     header = [
         "run",
         "n",
@@ -210,7 +210,7 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """Who reaches the target first, by how much, and why: one line for each setting in which there is a contest."""
+    """Which group reaches the target first, by how much, and why; for several settings, one line each."""
     if comparison.target is None and comparison.has_learnt:
         return []
     settings: dict[frozenset[tuple[str, str]], list[Group]] = {}
@@ -233,19 +233,14 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     assert comparison.target is not None
     goal, first = percent(comparison.target), groups[0]  # ranked
     if first.time is None or math.isnan(first.time.mean):
-        return [f"no configuration reaches {goal} with all its runs"]
+        return [f"no configuration reaches {goal} in all its runs"]
     line = f"{first.label} reaches {goal} first, after {with_spread(first.time, _one)} s"
     baseline = comparison.of(first.baseline)
     if baseline is first:
         others = [group for group in groups[1:] if group.time is not None]
-        return [
-            line
-            + (
-                f"; next {others[0].label}, {time_text(others[0])} s"
-                if others
-                else "; no other reaches it with all its runs"
-            )
-        ]
+        if not others:
+            return [f"{line}; no other reaches it in all its runs"]
+        return [f"{line}; next {others[0].label}, {time_text(others[0])} s"]
     lines = [line]
     if baseline is not None and first.speedup is not None:
         lines = [
@@ -257,9 +252,9 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
 
 
 def _speed_verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
-    """Of runs of time alone: who trains most samples a second."""
+    """For runs without learning: which trains the most samples per second."""
     first = groups[0]  # ranked
-    line = f"{first.label} trains most samples a second, {first.stats['samples_per_second'].mean:.0f}"
+    line = f"{first.label} trains the most samples per second, {first.stats['samples_per_second'].mean:.0f}"
     baseline = comparison.of(first.baseline)
     if baseline is None or baseline is first or first.throughput is None:
         return [line]

@@ -1,4 +1,4 @@
-"""Spans as a trace for chrome://tracing and ui.perfetto.dev: one process per run, two threads or more per worker."""
+"""Spans as a trace for chrome://tracing and ui.perfetto.dev: one process per run, two or more threads per worker."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from cocod_accel.runs.spans import COMMUNICATE, MEANINGS, Span, sublanes
 
-#: Thread ids of one worker: computing first, then as many lanes as it has transfers at once.
+#: Thread ids per worker: computing first, then a lane for each concurrent transfer.
 _LANES = 100
 
 
 def trace(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
-    """Complete events, in microseconds. Transfers that overlap get lanes of their own: events of a thread must nest."""
+    """Complete events, in microseconds. Overlapping transfers get separate lanes: events of a thread must nest."""
     events: list[dict[str, Any]] = []
     for pid, (name, rows) in enumerate(spans.items(), start=1):
         events.append(_named("process_name", pid, 0, name))
@@ -56,10 +56,10 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def write_trace(spans: Mapping[str, Sequence[Span]], path: Path) -> int:
-    """Write the file; returns how many spans are in it."""
+    """Write the file; returns the number of spans in it."""
     empty = [name for name, rows in spans.items() if not rows]
     if empty:
-        raise ValueError(f"{empty[0]}: has no spans; runs keep them with logging.spans=true, written at the end of an epoch")
+        raise ValueError(f"{empty[0]}: has no spans; logging.spans=true records them, at the end of each epoch")
     try:
         path.write_text(json.dumps(trace(spans)))
     except OSError as error:

@@ -1,8 +1,8 @@
 """The progress of a run in the terminal, from its folder alone.
 
-Rows of worker 0 arrive every few steps, the spans of all workers at the end of every epoch. Whether anybody still works on
-the folder is seen in the kernel's list of locks: looking must not take the lock, or a run that wants to go on would
-find its folder in use.
+Worker 0 writes rows every few steps; all workers write spans at the end of every epoch. Whether a process still uses
+the folder is read from the kernel's list of locks: taking the lock would make a run that wants to resume find its
+folder in use.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TextIO
 from cocod_accel.runs.reading import Run, is_number, read_parts, read_summary
 from cocod_accel.runs.spans import COMPUTE, Span, read_spans, shares
 
-#: Without a process on this machine and without a row for so long, a run counts as ended. It may be starting again, or
-#: run on another machine that shares the folder.
+#: A run with no process on this machine counts as stopped after this long without a row. It may be restarting, or be on
+#: another machine that shares the folder.
 _QUIET_SECONDS = 15.0
 _BAR = 30
 
@@ -27,27 +27,27 @@ EXIT_STOPPED = 1
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a run is."""
+    """The progress of a run."""
 
     name: str
     epochs: int
     step: int = 0
-    #: Epochs behind it, with the part of the current one if that can be told.
+    #: Epochs completed, with the fraction of the current one if known.
     done_epochs: float = 0.0
     num_steps: int | None = None
     accuracy: float | None = None
     best_accuracy: float | None = None
     loss: float | None = None
     train_seconds: float | None = None
-    #: Every worker's seconds of waiting for communication and of computing, waits included, as far as they are written.
+    #: Each worker's seconds waiting for communication and computing (waits included), as far as written.
     waits: Mapping[int, tuple[float, float]] | None = None
-    #: Until the end of the training, evaluations included.
+    #: Until training ends, evaluations included.
     left_seconds: float | None = None
     clock: str = "real"
 
 
 def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snapshot:
-    """What the rows and spans of a run say about it."""
+    """The progress that the rows and spans of a run show."""
     rows = [row for row in run.rows if is_number(row.get("step"))]
     if not rows:
         return Snapshot(run.name, run.epochs)
@@ -79,7 +79,7 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
 
 
 def _overhead(spans: list[Span], rows: list[Mapping[str, object]]) -> float:
-    """Seconds that pass for each of training: evaluations and checkpoints take time too. Spans count from the start."""
+    """Elapsed seconds per second of training: evaluations and checkpoints take time too. Spans count from the start."""
     steps = [span for span in spans if span.rank == 0 and span.name == COMPUTE]
     if not steps:
         return 1.0
@@ -101,7 +101,7 @@ def lines(now: Snapshot) -> list[str]:
     share = now.done_epochs / now.epochs
     bar = "#" * round(_BAR * share) + "." * (_BAR - round(_BAR * share))
     steps = f"step {now.step}" + (f" of {now.num_steps}" if now.num_steps is not None else "")
-    left = "after the first evaluation" if now.left_seconds is None else f"about {duration(now.left_seconds)}"
+    left = "known after the first evaluation" if now.left_seconds is None else f"about {duration(now.left_seconds)}"
     said = [
         f"{now.name}{'' if now.clock == 'real' else f' ({now.clock})'}",
         f"[{bar}] {share:4.0%}  epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}, {steps}",
@@ -114,7 +114,7 @@ def lines(now: Snapshot) -> list[str]:
         part = f" ({waited / stepped:.0%} of its steps)" if stepped else ""
         said.append(f"worker {rank:<3d} waited {waited:.1f} s for communication{part}")
     if not now.waits:
-        said.append("waiting times: after the first epoch")
+        said.append("waiting times: known after the first epoch")
     return said
 
 
@@ -136,9 +136,9 @@ def duration(seconds: float) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine works on a run folder."""
+    """Whether a process on this machine is using a run folder."""
     try:
-        # By inode alone: on layered and copy-on-write file systems the kernel's device is not the one that stat() tells.
+        # By inode only: on layered and copy-on-write file systems the kernel's device differs from that of stat().
         mine = f":{(folder / '.lock').stat().st_ino}"
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         return any("FLOCK" in words and any(word.endswith(mine) for word in words) for words in locks)
@@ -147,7 +147,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> int:
-    """Show a run until it ends; 0: it has, or is running; 1: it was stopped or killed."""
+    """Show a run until it ends. Returns 0 if it has finished or is running, 1 if it was stopped or killed."""
     if not every_seconds > 0:
         raise ValueError(f"--every={every_seconds:g}: must be positive")
     shown = 0
@@ -159,7 +159,7 @@ def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> 
         if (folder / "summary.json").exists():
             _replace(out, shown, [_ended(folder)])
             return 0
-        # Spans are many, and written once an epoch.
+        # There are many spans, written once per epoch.
         before, sizes = sizes, [file.stat().st_size for file in sorted(folder.glob("spans/*.jsonl"))]
         spans = spans if sizes == before else read_spans(folder)
         now = snapshot(run, spans, age)
@@ -175,7 +175,7 @@ def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> 
 
 
 def row_age(folder: Path) -> float:
-    """Seconds since the last row, or since the folder was made."""
+    """Seconds since the last row, or since the folder was created."""
     path = folder / "metrics.jsonl"
     return max(time.time() - (path if path.exists() else folder).stat().st_mtime, 0.0)
 
@@ -202,6 +202,6 @@ def _stopped(now: Snapshot, age: float) -> str:
 
 
 def _replace(out: TextIO, shown: int, said: list[str]) -> None:
-    """Write over what was shown before: up, and clear to the end of the screen."""
+    """Overwrite the previous output: move up, and clear to the end of the screen."""
     out.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(said) + "\n")
     out.flush()

@@ -1,4 +1,4 @@
-"""What ``cocod compare`` reads and writes: runs from folders; tables, figures and the page into one folder."""
+"""What ``cocod compare`` reads and writes: run folders in; tables, figures and the page out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cocod_accel.runs.spans import Span, read_spans
 
 
 def collect(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs of folders, each once, and one line for each that cannot be compared."""
+    """The runs in some folders, each once, and one line for each that cannot be compared."""
     runs: list[Run] = []
     problems: list[str] = []
     seen: set[Path] = set()
@@ -40,7 +40,7 @@ def _said(error: OSError | ValueError) -> str:
 
 
 def spans_of(comparison: Comparison) -> dict[str, list[Span]]:
-    """The spans of the first run of each group that kept some."""
+    """The spans of the first run of each group, if it recorded any."""
     found = {group.label: read_spans(group.first.source) for group in comparison.groups}
     return {label: rows for label, rows in found.items() if rows}
 
@@ -52,7 +52,7 @@ def write_all(comparison: Comparison, out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out={out}: cannot be made ({error.strerror}); give a folder") from error
+        raise ValueError(f"--out={out}: cannot be created ({error.strerror}); give a folder") from error
     baseline = next((g for g in comparison.groups if g.label == comparison.groups[0].baseline), comparison.groups[0])
     growth = scaling(comparison.groups, base_label(baseline.first))
     spans = spans_of(comparison)

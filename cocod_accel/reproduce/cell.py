@@ -1,4 +1,4 @@
-"""One cell of a grid, in a process of its own.
+"""Runs one cell of a grid in a separate process.
 
 python -m cocod_accel.reproduce.cell '{"cell": {...}, "out": "...", "overrides": [], "made_with": "..."}'
 """
@@ -25,15 +25,15 @@ from cocod_accel.trainer.steps import NonFiniteLossError
 
 
 def run(cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:
-    """``made_with``: the fingerprint when the grid was begun; files may have been edited since."""
+    """``made_with``: the fingerprint when the grid was started; files may have been edited since."""
     torch.set_num_threads(1)
     if fingerprint(cell, tuple(overrides)) != made_with:
-        raise ConfigError(f"{cell.name}: its settings were edited while the grid ran; start it again")
+        raise ConfigError(f"{cell.name}: its settings were edited while the grid ran; start the grid again")
     cluster = cell.on(overrides)
     config = configured(cluster, [*cell.arguments, *overrides])
     config.output, config.name = str(out / "runs"), cell.name
     begun = out / "runs" / cell.name
-    if begun.exists():  # of a sitting that was cut off
+    if begun.exists():  # left by an interrupted run
         shutil.rmtree(begun)
     done = simulate(cluster, config)
     failed = None
@@ -51,7 +51,7 @@ def append(path: Path, line: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)  # cells run side by side
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":  # somebody was cut off here
+            if file.read() != b"\n":  # a write was interrupted
                 file.write(b"\n")
         file.write(line.encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""Pictures of a grid that ``cocod compare`` does not draw: accuracy against the period, and steps against workers."""
+"""Figures of a grid that ``cocod compare`` does not draw: accuracy against the period, and steps against workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _line(axes: Any, xs: list[float], values: list[list[float]], style: Any, lab
 
 
 def draw_skew(grid: Grid) -> Figure | None:
-    """Accuracy against the period, a line for each label skew, and S-SGD's as a level of the same colour."""
+    """Accuracy against the period: a line for each label skew, and S-SGD as a dotted level of the same colour."""
     settings = [s for s in grid.settings("skew") if " k=" in s]
     if not settings:
         return None
@@ -45,7 +45,7 @@ def draw_skew(grid: Grid) -> Figure | None:
             found = list(accuracies(grid.of("skew", "resnet18", "cocod", setting)).values())
             if found:
                 points.append((float(setting.split("k=")[1]), found))
-        label = alpha.replace("alpha=", "alpha ") + (", shards alike" if alpha.endswith("inf") else "")
+        label = alpha.replace("alpha=", "alpha ") + (", equal shards" if alpha.endswith("inf") else "")
         _line(axes, [k for k, _ in points], [v for _, v in points], styles[alpha], label)
         base = list(accuracies(grid.of("skew", "resnet18", "ssgd", alpha)).values())
         if base:
@@ -54,7 +54,7 @@ def draw_skew(grid: Grid) -> Figure | None:
     axes.set_xscale("log")
     axes.set_xticks(ticks, [str(k) for k in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("period k (steps a round)")
+    axes.set_xlabel("period k (steps per round)")
     axes.set_ylabel("best test accuracy, %")
     axes.set_title("CoCoD-SGD on label-skewed shards, 16 workers; mean and st. dev.; dotted: S-SGD", loc="left", fontsize=10)
     axes.legend(frameon=False)
@@ -62,7 +62,7 @@ def draw_skew(grid: Grid) -> Figure | None:
 
 
 def draw_iterations(grid: Grid) -> Figure | None:
-    """Steps to a loss against the number of workers, beside the line of linear speedup."""
+    """Steps to a loss against the number of workers, with linear speedup for comparison."""
     loss = common_loss(grid)
     if loss is None:
         return None
@@ -85,7 +85,7 @@ def draw_iterations(grid: Grid) -> Figure | None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
-    axes.set_xlabel("speed of all workers together, over that of the slowest")
+    axes.set_xlabel("total speed of all workers, over that of the slowest")
     axes.set_ylabel(f"steps to the mean model's training loss {loss:g}")
     axes.set_title("Linear iteration speedup (Remarks 1 and 2); mean and st. dev.", loc="left", fontsize=10)
     axes.legend(frameon=False)

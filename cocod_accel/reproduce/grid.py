@@ -1,8 +1,8 @@
-"""The paper's experiments, and those that go beyond it, as cells: one run each, named by what sets it apart.
+"""The paper's experiments, and some beyond it, as cells: one run each, named by its settings.
 
 Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
-``skew`` (label-skewed shards against the period), ``remedies`` (the worst of those, mended), ``iterations`` (steps to a
-loss against the number of workers, Remarks 1 and 2) and ``length`` (shorter runs: when CoCoD-SGD has caught up).
+``skew`` (label-skewed shards against the period), ``remedies`` (fixes for the worst of those), ``iterations`` (steps to
+a loss against the number of workers, Remarks 1 and 2) and ``length`` (shorter runs: when does CoCoD-SGD catch up?).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONFIGS = profiles()
 PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")
 SCALES = ("smoke", "small", "full")
 
-#: The paper's names of what it compares, and the files of configs/variants that are it.
+#: The files in configs/variants, and the paper's names for them.
 NAMES = {
     "ssgd": "S-SGD",
     "ssgd_ps": "S-SGD+PS",
@@ -31,15 +31,15 @@ NAMES = {
 }
 HOMOGENEOUS = ("ssgd", "pipe", "local", "cocod")
 HETEROGENEOUS = ("ssgd", "ssgd_ps", "pipe", "pipe_ps", "asynlocal", "cocod")
-#: The paper's models, whose payload and step the virtual clock has, and what learns in their place at smaller scales.
+#: The paper's models, which the virtual clock is based on, and what is trained instead at smaller scales.
 MODELS = {"resnet18": "small_resnet", "vgg16": "small_vgg"}
 #: float32 parameters of the paper's models for 10 classes.
 PAYLOAD_BYTES = {"resnet18": 4 * 11_173_962, "vgg16": 4 * 14_724_042}
 WORKERS = (1, 2, 4, 8, 16)
 PERIODS = (1, 5, 8, 24)
-#: Dirichlet alphas; None: shards alike.
+#: Dirichlet alphas; None: all shards have the same distribution.
 ALPHAS = (None, 1.0, 0.1)
-#: Workers of which half are twice as fast, with batches by speed.
+#: Half of the workers are twice as fast, with batches in proportion to speed.
 MIXED = "mixed"
 REMEDIES = {
     "own share 0.5": ("algorithm.own_share=0.5",),
@@ -57,14 +57,14 @@ class Cell:
     model: str
     #: A key of NAMES.
     variant: str
-    #: What else sets it apart within its part, as it stands in tables.
+    #: Other settings that distinguish it within its part, as shown in tables.
     setting: str
     num_workers: int
     seed: int
     arguments: tuple[str, ...]
-    #: Of configs/cluster.
+    #: A file in configs/cluster.
     cluster: str
-    #: False: a timeline is enough.
+    #: False: simulate only the timeline.
     learns: bool = True
 
     @property
@@ -73,7 +73,7 @@ class Cell:
         return "-".join(part for part in [*parts, f"seed{self.seed}"] if part).replace("=", "")
 
     def on(self, overrides: Sequence[str] = ()) -> Cluster:
-        """The paper's cluster, with its payload and a step for the batch of this cell, whatever learns on it."""
+        """The paper's cluster, with the paper's payload and this cell's batch size, whichever model is trained."""
         cluster = load_cluster(CONFIGS / "cluster" / f"{self.cluster}.yaml")
         batch = load_config([*self.arguments, *overrides]).batch_size
         cluster = replace(cluster, payload_bytes=PAYLOAD_BYTES[self.model], batch_size=batch)
@@ -82,18 +82,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the grid is."""
+    """The size of the grid."""
 
     name: str
     seeds: tuple[int, ...]
     workers: tuple[int, ...]
     periods: tuple[int, ...]
     alphas: tuple[float | None, ...]
-    #: (period, alpha) of the cells that remedies are tried in.
+    #: (period, alpha) of the cells in which remedies are tried.
     worst: tuple[tuple[int, float | None], ...]
-    #: Epochs of the runs that are shorter than the others.
+    #: Epochs of the shorter runs.
     lengths: tuple[int, ...]
-    #: Of tables 1 and 2; a setting of their cells. "": what everything else is trained on, too.
+    #: Data sets of tables 1 and 2, as the setting of their cells. "": the default of all other parts.
     data: tuple[str, ...] = ("",)
 
     def arguments(self, environment: str, model: str, *more: str, data: str = "") -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def scale_of(name: str) -> Scale:
 
 
 def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
-    """All cells, or those of some parts; the first seed of everything comes first, so that an early end shows all of it."""
+    """All cells, or those of some parts; the first seed of all parts comes first, so a partial run covers them all."""
     for part in only:
         require_choice(part, "--only", list(PARTS))
     wanted = only or PARTS
@@ -138,7 +138,7 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
     found.sort(key=lambda cell: (cell.learns, cell.seed))
     names = [cell.name for cell in found]
     if len(set(names)) != len(names):
-        raise ConfigError("two cells have one name; this is a mistake in the grid")
+        raise ConfigError("two cells have the same name; this is a bug in the grid")
     return found
 
 
@@ -157,7 +157,7 @@ def _scaling(scale: Scale) -> Iterator[Cell]:
 
 
 def _heterogeneous(scale: Scale) -> Iterator[Cell]:
-    # Rounds of AsynLocal-SGD, 1,920 samples, fill an epoch, as steps with proportional sampling, 384, do.
+    # 5,760 samples are whole rounds of AsynLocal-SGD (1,920) and whole steps with proportional sampling (384).
     size = ["task.train_limit=5760"] if scale.name == "small" else []
     for seed, data, model, variant in product(scale.seeds, scale.data, MODELS, HETEROGENEOUS):
         profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}", *size, data=data)
@@ -198,9 +198,9 @@ def _remedies(scale: Scale) -> Iterator[Cell]:
 
 
 def _iterations(scale: Scale) -> Iterator[Cell]:
-    """Short epochs of less data, each evaluated, so that the step that reaches a loss is known well; but for ``full``, which
-    has the paper's schedule and model, a low constant rate and no BatchNorm: theory is about the mean of models, and the
-    mean of their statistics is not that of the mean model.
+    """Short epochs with less data, evaluated after each, to find the step that reaches a loss precisely. Except for
+    ``full``, which has the paper's schedule and model, a low constant rate and no BatchNorm: theory is about the mean
+    model, whose statistics are not the mean of the workers' statistics.
     """
     small = scale.name == "small"
     size = [] if scale.name == "full" else [
@@ -225,10 +225,10 @@ def _iterations(scale: Scale) -> Iterator[Cell]:
 
 
 def _length(scale: Scale) -> Iterator[Cell]:
-    """The paper's schedule, squeezed into fewer epochs."""
+    """The paper's schedule, compressed into fewer epochs."""
     for seed in scale.seeds:
         for epochs in scale.lengths:
-            alone = round(epochs / 12)  # with period 1, as 10 of 120
+            alone = round(epochs / 12)  # epochs with period 1, like the paper's 10 of 120
             period = f"[[0,1],[{alone},5]]" if alone else "5"
             size = [f"schedule.epochs={epochs}", f"schedule.warmup_epochs={epochs / 24:g}", f"algorithm.period={period}"]
             size.append(f"schedule.decay_epochs=[{round(epochs * 2 / 3)}]" if epochs > 2 else "schedule.decay_epochs=[]")

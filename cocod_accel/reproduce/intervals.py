@@ -1,4 +1,4 @@
-"""Confidence intervals of paired differences, by Student's t: a handful of seeds is all that a grid has."""
+"""Confidence intervals of paired differences, by Student's t, as a grid has only a handful of seeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-#: A loss of accuracy that must be excluded, in points.
+#: The loss of accuracy to rule out, in points.
 MARGIN = 1.5
 #: Two-sided 95% quantiles of Student's t for 1, 2, ..., 30 degrees of freedom.
 _T95 = (
@@ -14,15 +14,15 @@ _T95 = (
     2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596,
     2.07961, 2.07387, 2.06866, 2.06390, 2.05954, 2.05553, 2.05183, 2.04841, 2.04523, 2.04227,
 )  # fmt: skip
-#: The same of the normal distribution.
+#: The same for the normal distribution.
 _Z95 = 1.959963985
 
 
 def student_t95(degrees: int) -> float:
     """The two-sided 95% quantile of Student's t.
 
-    Beyond the table it is the Cornish-Fisher expansion in 1 / ``degrees`` (Abramowitz and Stegun 26.7.5), which is exact to
-    six digits there.
+    Beyond the table, the Cornish-Fisher expansion in 1 / ``degrees`` (Abramowitz and Stegun 26.7.5), accurate to six
+    digits there.
     """
     if degrees <= len(_T95):
         return _T95[degrees - 1]
@@ -44,7 +44,7 @@ class Interval:
 
     @classmethod
     def of(cls, ours: dict[int, float], theirs: dict[int, float]) -> Interval | None:
-        """Of the seeds that both have; None: fewer than two."""
+        """Over the seeds that both have; None if fewer than two."""
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         if len(differences) < 2:
             return None

@@ -1,7 +1,7 @@
-"""Runs cells, some side by side, each in a process of its own, and keeps one row for each that is done.
+"""Runs cells in parallel, each in its own process, and keeps one row for each finished cell.
 
-A cell that has a row is never run again, so a grid goes on after any interruption. Rows are small enough to be kept with the
-code: what a run's summary says and its evaluations. From them its run folder can be made anew for ``cocod compare``.
+A cell that has a row is never run again, so a grid resumes after any interruption. Rows are small enough to be
+committed: a run's summary and its evaluations. Its run folder can be recreated from them for ``cocod compare``.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from cocod_accel.reproduce.grid import Cell
 from cocod_accel.simulator.simulate import configured, title
 
 Row = dict[str, Any]
-#: By the name of a cell and what it was made with: rows of other settings hide none.
+#: By cell name and fingerprint, so that rows with other settings can coexist.
 Rows = dict[tuple[str, str], Row]
-#: What of a summary and of an evaluation is kept.
+#: The keys of a summary and of an evaluation that are kept.
 _SUMMARY = (
     "steps", "rounds", "best_accuracy", "final_accuracy", "train_seconds", "time_to_accuracy", "comm_bytes",
     "comm_exposed_seconds", "comm_hidden_seconds", "samples_per_second",
 )  # fmt: skip
 _EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
-#: The same where the averaged model's loss on the training data was taken, too.
+#: Also kept if the averaged model's loss on the training data was computed.
 _MORE = ("mean_train_loss",)
 _POLL_SECONDS = 0.2
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
-    """A last line that was cut off is left out."""
+    """Rows by cell; a truncated last line is skipped."""
     rows: Rows = {}
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
@@ -53,15 +53,15 @@ def read_rows(paths: Iterable[Path]) -> Rows:
                 rows[row["name"], row["made_with"]] = row
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 if line.endswith("}"):
-                    raise ConfigError(f"{path}: line {number} is no row of a cell; remove it") from error
+                    raise ConfigError(f"{path}: line {number} is not the row of a cell; remove it") from error
     return rows
 
 
 @cache
 def fingerprint(cell: Cell, overrides: tuple[str, ...] = ()) -> str:
-    """What the row of a cell must have been made with: its configuration where that is not as usual, and its cluster.
+    """A hash of what determines a cell's row: its non-default configuration, and its cluster.
 
-    A new key of the configuration, as long as it is not used, makes no old row invalid.
+    A new configuration key does not invalidate old rows as long as it has its default.
     """
     cluster = cell.on(overrides)
     given, usual = (flattened(asdict(config)) for config in (configured(cluster, [*cell.arguments, *overrides]), Config()))
@@ -70,24 +70,24 @@ def fingerprint(cell: Cell, overrides: tuple[str, ...] = ()) -> str:
 
 
 def done_rows(cells: Sequence[Cell], rows: Rows, overrides: Sequence[str] = ()) -> dict[str, Row]:
-    """name of a cell -> its row, of those that have one of these settings."""
+    """cell name -> row, for cells that have a row with these settings."""
     keys = [(cell.name, fingerprint(cell, tuple(overrides))) for cell in cells]
     return {key[0]: rows[key] for key in keys if key in rows}
 
 
 def missing(cells: Sequence[Cell], rows: Rows, overrides: Sequence[str] = ()) -> list[Cell]:
-    """Cells without a row, or with one of other settings."""
+    """Cells without a row with these settings."""
     done = done_rows(cells, rows, overrides)
     return [cell for cell in cells if cell.name not in done]
 
 
 def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequence[str] = ()) -> None:
-    """Run them ``jobs`` at a time; each that ends is added to ``rows.jsonl`` at once."""
+    """Run them ``jobs`` at a time; each appends its row to ``rows.jsonl`` when it finishes."""
     waiting, num_done = list(cells), 0
     running: dict[subprocess.Popen[str], tuple[Cell, Path]] = {}
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    # Asked to end, it ends its cells first.
+    # On SIGTERM, kill the running cells before exiting.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     bar = tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     try:
@@ -135,7 +135,7 @@ def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> subpro
 
 
 def row_of(cell: Cell, folder: Path, made_with: str, failed: str | None = None) -> Row:
-    """What is kept of a run."""
+    """The row of a finished run."""
     row: Row = {"name": cell.name, "made_with": made_with, "learns": cell.learns}
     if failed is not None:
         return {**row, "failed": failed}
@@ -159,7 +159,7 @@ def evaluations(row: Row) -> list[dict[str, Any]]:
 
 
 def folder_of(cell: Cell, row: Row, out: Path, overrides: Sequence[str] = ()) -> Path | None:
-    """The run folder of a row, made anew if it is not there or another's; None if the run failed."""
+    """The run folder of a row, recreated if missing or outdated; None if the run failed."""
     folder = out / "runs" / cell.name
     if "failed" in row:
         return None

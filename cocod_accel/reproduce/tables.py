@@ -1,7 +1,7 @@
-"""Rows of a grid -> the paper's tables beside ours, and what may be said of them.
+"""Rows of a grid -> the paper's tables next to ours, and whether its claims hold.
 
-Every figure is a mean over seeds with its sample standard deviation and n. All seconds are virtual: the paper's cluster as
-``configs/cluster`` has it. Where the paper makes a claim about an order, the order found is printed, whatever it is.
+Every figure is a mean over seeds with its sample standard deviation and n. All seconds are virtual, on the paper's
+cluster as in ``configs/cluster``. Where the paper claims an order, the order found is printed, whatever it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DIVERGED = "diverged"
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells that are done, and their rows."""
+    """Cells, and the rows of those that are done."""
 
     cells: Sequence[Cell]
     rows: dict[str, Row]
@@ -74,13 +74,13 @@ def accuracy_cell(rows: dict[int, Row]) -> str:
 
 
 def mean_of(rows: dict[int, Row], key: str) -> float | None:
-    """Over seeds; of times, which do not depend on what was learnt."""
+    """The mean over seeds; for times, which do not depend on what was learnt."""
     found = [row[key] for row in rows.values() if "failed" not in row]
     return statistics.fmean(found) if found else None
 
 
 def difference(ours: dict[int, Row], theirs: dict[int, Row]) -> str | None:
-    """In words; None: too few seeds. What diverged cannot be left out of a mean."""
+    """The difference in words; None: too few seeds. There is no interval if any run diverged."""
     diverged = sum("failed" in row for rows in (ours, theirs) for row in rows.values())
     if diverged:
         return f"no interval, {diverged} of {len(ours) + len(theirs)} runs {_DIVERGED}"
@@ -89,7 +89,7 @@ def difference(ours: dict[int, Row], theirs: dict[int, Row]) -> str | None:
 
 
 def environment_table(grid: Grid, part: str) -> str:
-    """Table 1 or 2 beside ours, and virtual training time."""
+    """Table 1 or 2 next to ours, and virtual training time."""
     variants = HOMOGENEOUS if part == "homogeneous" else HETEROGENEOUS
     header = ["best test accuracy, %", "n"]
     for model in MODELS:
@@ -114,7 +114,7 @@ def environment_table(grid: Grid, part: str) -> str:
 
 
 def speed(grid: Grid, part: str, model: str) -> dict[str, float]:
-    """Samples a virtual second over S-SGD's: epochs of whole rounds have not all the same number of samples."""
+    """Samples per virtual second, relative to S-SGD. Not epochs: rounds make them differ in size."""
     variants = HOMOGENEOUS if part == "homogeneous" else HETEROGENEOUS
     found = {variant: mean_of(grid.of(part, model, variant), "samples_per_second") for variant in variants}
     base = found["ssgd"]
@@ -122,7 +122,7 @@ def speed(grid: Grid, part: str, model: str) -> dict[str, float]:
 
 
 def time_claims(grid: Grid, part: str, model: str) -> list[str]:
-    """What the paper says of the order of training times, and what was found."""
+    """What the paper claims about the order of training times, and what was found."""
     speeds = speed(grid, part, model)
     found = sorted(speeds, key=lambda variant: -speeds[variant])
     lines = []
@@ -163,7 +163,7 @@ def skew_table(grid: Grid) -> str:
 
 
 def remedies_table(grid: Grid) -> str:
-    """What the merge options do in the worst of those cells."""
+    """The effect of the merge options in the worst skewed cells."""
     wheres = list(dict.fromkeys(" ".join(s.split()[:2]) for s in grid.settings("remedies")))
     if not wheres:
         return ""
@@ -179,7 +179,7 @@ def remedies_table(grid: Grid) -> str:
 
 
 def length_table(grid: Grid) -> str:
-    """How far CoCoD-SGD is from S-SGD after shorter runs, and after those of table 1."""
+    """How far CoCoD-SGD is from S-SGD after shorter runs, and after the runs of table 1."""
     lengths = grid.settings("length")
     if not lengths:
         return ""
@@ -202,7 +202,7 @@ def length_table(grid: Grid) -> str:
 # ------------------------------------------------------------------------------------------ iterations
 
 
-#: Above the lowest loss that all reach: near its own lowest a curve is flat, and when it gets there is chance.
+#: Factor over the lowest loss that all reach: near its minimum a curve is flat, and when it gets there is chance.
 _SLACK = 1.2
 
 
@@ -212,14 +212,14 @@ def common_loss(grid: Grid) -> float | None:
     if not rows or any("failed" in row for row in rows):
         return None
     curves = [evaluations(row) for row in rows]
-    if any("mean_train_loss" not in e for curve in curves for e in curve):  # an override has switched it off
+    if any("mean_train_loss" not in e for curve in curves for e in curve):  # switched off by an override
         return None
     lowest = [min(float(e["mean_train_loss"]) for e in curve) for curve in curves]
     return math.ceil(100 * _SLACK * max(lowest)) / 100
 
 
 def steps_to(row: Row, loss: float) -> int:
-    """Steps of a worker until the mean model's training loss, looked at after every epoch, is at or below."""
+    """Steps per worker until the mean model's training loss, checked after every epoch, is at most ``loss``."""
     return int(next(e["step"] for e in evaluations(row) if e["mean_train_loss"] <= loss))
 
 
@@ -228,7 +228,7 @@ ITERATIONS = {"S-SGD": ("ssgd", ""), "CoCoD-SGD": ("cocod", ""), "CoCoD-SGD, mix
 
 
 def iterations_by_workers(grid: Grid, loss: float, name: str) -> dict[int, list[float]]:
-    """Workers, counted by the slowest's speed -> steps to the loss, seed by seed. Alone, all are CoCoD-SGD or S-SGD."""
+    """Total speed in units of the slowest worker -> steps to the loss, one per seed. A single worker is never mixed."""
     variant, setting = ITERATIONS[name]
     per_worker = 1.5 if setting == MIXED else 1.0
     found = {}
@@ -240,7 +240,7 @@ def iterations_by_workers(grid: Grid, loss: float, name: str) -> dict[int, list[
 
 
 def iterations_table(grid: Grid) -> str:
-    """Steps to one loss; linear is as many times fewer as all workers together are faster than the slowest."""
+    """Steps to one loss; linear speedup is the total speed over that of the slowest worker."""
     loss = common_loss(grid)
     if loss is None:
         diverged = any(c.part == "iterations" and "failed" in grid.rows.get(c.name, {}) for c in grid.cells)
@@ -257,7 +257,7 @@ def iterations_table(grid: Grid) -> str:
 
 
 def report(grid: Grid) -> str:
-    """Everything that the rows tell."""
+    """All tables."""
     parts = [
         ("Table 1: equal workers", environment_table(grid, "homogeneous")),
         ("Table 2: 8 of 16 workers at half speed", environment_table(grid, "heterogeneous")),
@@ -267,5 +267,5 @@ def report(grid: Grid) -> str:
         ("Shorter runs", length_table(grid)),
     ]
     done = sum(cell.name in grid.rows for cell in grid.cells)
-    head = f"{done} of {len(grid.cells)} cells; seconds are virtual, of the paper's cluster as configs/cluster has it"
+    head = f"{done} of {len(grid.cells)} cells; seconds are virtual, on the paper's cluster as in configs/cluster"
     return "\n\n".join([head, *(f"{title}\n{text}" for title, text in parts if text)])

@@ -142,10 +142,10 @@ def time_to_target(run: Run, target: float) -> float | None:
 def find_runs(path: Path) -> list[Path]:
     """The run folder given, or those below a folder of them, in the order of their names."""
     if not path.is_dir():
-        raise ValueError(f"{path}: no such folder; give folders that cocod train has made, or one that holds them")
+        raise ValueError(f"{path}: no such folder; give run folders of cocod train, or a folder that contains them")
     found = _below(path, _DEPTH)
     if not found:
-        raise ValueError(f"{path}: is not a run folder and holds none; give folders that cocod train has made")
+        raise ValueError(f"{path}: is not a run folder and contains none; give run folders of cocod train")
     return found
 
 
@@ -168,7 +168,7 @@ def read_parts(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give the folder of a run")
     if not any((folder / mark).is_file() for mark in _MARKS):
-        raise ValueError(f"{folder}: is not a run folder; give one that cocod train has made")
+        raise ValueError(f"{folder}: is not a run folder; give one of cocod train")
     summary = read_summary(folder) if (folder / "summary.json").exists() else None
     config = _read_config(folder)
     rows, num_broken = read_rows(folder / "metrics.jsonl")
@@ -189,7 +189,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: is not valid JSON ({error}); run it again") from error
     if not isinstance(summary, dict):
-        raise ValueError(f"{path}: must hold keys and values; run it again")
+        raise ValueError(f"{path}: must be a JSON object; run it again")
     return summary
 
 
@@ -245,13 +245,13 @@ def _defaults() -> dict[str, str]:
 def _read_config(folder: Path) -> dict[str, str]:
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{folder}: has no config.yaml, so it cannot be told which runs are alike; copy the whole folder")
+        raise ValueError(f"{folder}: has no config.yaml to compare with other runs; copy the whole folder")
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:
         raise ValueError(f"{path}: is not valid YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: must hold keys and values")
+        raise ValueError(f"{path}: must be a mapping")
     given = {str(key): value for key, value in tree.items()}
     with contextlib.suppress(ConfigError):  # what a run cannot be started with any more can still be read
         given = modernised(given)

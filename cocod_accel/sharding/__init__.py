@@ -1,1 +1,1 @@
-"""Who trains on which samples: speeds to batches, shards, samplers, loaders."""
+"""Which worker trains on which samples: batches from speeds, shards, samplers, loaders."""

@@ -1,8 +1,8 @@
-"""Pure arithmetic: speeds -> batch sizes, shards, steps, learning-rate factor; and the order of samples in an epoch.
+"""Pure arithmetic: speeds -> batch sizes, shards, steps, learning-rate factor.
 
-The paper's proportional sampling (section 3.2): M_i = round(base * C_i / min C), S = floor(|D| / sum M) steps an epoch
-for everybody, disjoint shards of S * M_i samples, and the learning rate of Remark 4. Without it every worker takes the base
-batch, and AsynLocal-SGD takes k_i = max(1, round(k * C_i / min C)) steps a round instead.
+The paper's proportional sampling (section 3.2): M_i = round(base * C_i / min C), S = floor(|D| / sum M) steps per
+epoch on every worker, disjoint shards of S * M_i samples, and the learning rate of Remark 4. Without it every worker
+takes the base batch, and AsynLocal-SGD takes k_i = max(1, round(k * C_i / min C)) steps per round instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocod_accel.sharding.sampler import ShardSampler
 
-#: Between the fastest and the slowest worker; more is a mistake, and would overflow one day.
+#: Fastest over slowest worker; a larger ratio is a mistake, and could overflow.
 _LARGEST_RATIO = 1_000_000
 
 
@@ -26,7 +26,7 @@ def check_speeds(speeds: Sequence[float]) -> None:
             raise ValueError(f"speeds[{index}]={speed} is not positive and finite; give relative speeds such as [1, 1, 2]")
     if speeds and max(speeds) > _LARGEST_RATIO * min(speeds):
         raise ValueError(
-            f"speeds={list(speeds)}: the fastest is over {_LARGEST_RATIO:,} times the slowest; leave that one out"
+            f"speeds={list(speeds)}: the fastest is over {_LARGEST_RATIO:,} times the slowest; leave the slowest out"
         )
 
 
@@ -38,10 +38,10 @@ def proportional_batches(base: int, speeds: Sequence[float]) -> list[int]:
 
 
 def split_batch(total: int, speeds: Sequence[float]) -> list[int]:
-    """Integers M_i >= 1 that add up to ``total`` and finish earliest: the largest M_i / C_i is as small as can be.
+    """Integers M_i >= 1 that add up to ``total`` and minimise the largest M_i / C_i, i.e. finish earliest.
 
-    Everybody begins with the share that is surely his, floor(total * C_i / sum C), and at least 1; then single samples
-    go to whoever would be done with one more soonest, or are taken from whoever would be done last.
+    Each worker starts with floor(total * C_i / sum C), but at least 1. Then samples are given, one at a time, to the
+    worker that would finish first with one more, or taken from the worker that would finish last.
     """
     check_speeds(speeds)
     if total < len(speeds):
@@ -52,7 +52,7 @@ def split_batch(total: int, speeds: Sequence[float]) -> list[int]:
     batches = [max(1, math.floor(total * (speed / all_speeds))) for speed in speeds]
     missing = total - sum(batches)
     step = 1 if missing > 0 else -1
-    # The next to change: the earliest end with one more, or the latest end as it is; ties go to the lower rank.
+    # Next to change: the earliest finish with one more sample, or the latest finish; ties go to the lower rank.
     heap = [(_end(m, c, step), rank) for rank, (m, c) in enumerate(zip(batches, speeds, strict=True)) if m + step >= 1]
     heapq.heapify(heap)
     for _ in range(abs(missing)):
@@ -68,7 +68,7 @@ def _end(batch: int, speed: float, step: int) -> float:
 
 
 def local_periods(period: int, speeds: Sequence[float]) -> list[int]:
-    """k_i = max(1, round(k * C_i / min C)): faster workers take more steps a round."""
+    """k_i = max(1, round(k * C_i / min C)): faster workers take more steps per round."""
     check_speeds(speeds)
     slowest = min(speeds)
     return [max(1, round(period * speed / slowest)) for speed in speeds]
@@ -76,16 +76,16 @@ def local_periods(period: int, speeds: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """Who trains on what; one entry per worker."""
+    """What each worker trains on; one entry per worker."""
 
     batches: tuple[int, ...]
-    #: Samples each worker owns: what it uses in an epoch, and its part of the remainder.
+    #: Samples each worker owns: those it uses in an epoch, plus its part of the remainder.
     shards: tuple[int, ...]
     #: Optimizer steps each worker takes in an epoch.
     steps: tuple[int, ...]
-    #: What each worker passes to ``attach``; its share of a mean is that over the sum.
+    #: The weight each worker passes to ``attach``; its share of a mean is its weight over the sum.
     weights: tuple[int, ...]
-    #: From the base learning rate to the one of all workers together (Remark 4).
+    #: Learning rate of all workers together over the base learning rate (Remark 4).
     learning_rate_factor: float
 
     @property
@@ -111,15 +111,15 @@ def plan_workers(
     Args:
         speeds: C_i, one per worker; only their ratios count.
         num_samples: size of the training set.
-        base_batch: the batch that the base learning rate belongs to; the slowest worker's, unless a global batch is given.
-        global_batch: keep this sum of batches, whatever the speeds.
-        proportional: False gives everybody the same batch.
-        period: for AsynLocal-SGD, which takes equal batches and a number of steps a round in proportion to speed: the
+        base_batch: the batch size for the base learning rate; the slowest worker's, unless a global batch is given.
+        global_batch: the sum of all batches, whatever the speeds.
+        proportional: False gives every worker the same batch.
+        period: for AsynLocal-SGD, whose workers take equal batches and steps per round in proportion to speed: the
             slowest worker's.
     """
     num_workers = len(speeds)
     if num_workers == 0:
-        raise ValueError("speeds=[] names no worker; give one relative speed per worker")
+        raise ValueError("speeds=[] is empty; give one relative speed per worker")
     check_speeds(speeds)
     for name, value in (("num_samples", num_samples), ("base_batch", base_batch), ("period", period)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -127,14 +127,17 @@ def plan_workers(
     if base_batch < 1:
         raise ValueError(f"base_batch={base_batch} leaves a worker without samples; use at least 1")
     if period is not None and period < 1:
-        raise ValueError(f"period={period} is no round; use at least 1")
+        raise ValueError(f"period={period} must be at least 1")
     by_steps = period is not None
     alike = [1.0] * num_workers
     counted = speeds if proportional and not by_steps else alike
     if global_batch is not None:
         batches = split_batch(global_batch, counted)
         if by_steps and len(set(batches)) > 1:
-            raise ValueError(f"global_batch={global_batch} does not divide into {num_workers} equal batches; use a multiple")
+            raise ValueError(
+                f"global_batch={global_batch} does not split evenly over {num_workers} workers; "
+                f"use a multiple of {num_workers}"
+            )
     else:
         batches = proportional_batches(base_batch, counted)
     steps_a_round = local_periods(period, speeds) if period is not None else [1] * num_workers
@@ -156,8 +159,8 @@ def plan_workers(
 
 
 def with_batches(plan: WorkPlan, batches: Sequence[int]) -> WorkPlan:
-    """The same plan with other batches of the same sum: steps and learning rate stay."""
-    assert sum(batches) == sum(plan.batches), "another sum would have other steps and another rate"
+    """The same plan with different batches of the same sum: steps and learning rate stay."""
+    assert sum(batches) == sum(plan.batches), "a different sum would change steps and learning rate"
     used = [steps * batch for steps, batch in zip(plan.steps, batches, strict=True)]
     shards = tuple(_share_remainder(used, plan.num_samples))
     return replace(plan, batches=tuple(batches), shards=shards, weights=tuple(batches))
@@ -166,10 +169,10 @@ def with_batches(plan: WorkPlan, batches: Sequence[int]) -> WorkPlan:
 def balanced_batches(
     batches: Sequence[int], seconds: Sequence[float], fixed: Sequence[float], smallest: int
 ) -> tuple[list[int], float]:
-    """Batches of the same sum with which all workers are done together, and the seconds of the last one then.
+    """Batches of the same sum with which all workers finish together, and the resulting step time.
 
     A step of worker i takes ``seconds[i]`` with ``batches[i]``, of which the share ``fixed[i]`` does not depend on the
-    batch. Nobody gets less than ``smallest``.
+    batch. Every batch is at least ``smallest``.
     """
     total = sum(batches)
     fixed_seconds = [share * s for share, s in zip(fixed, seconds, strict=True)]
@@ -177,7 +180,7 @@ def balanced_batches(
     open_to_change = list(range(len(batches)))
     wanted = [float(smallest)] * len(batches)
     while open_to_change:
-        # All of these end together: (end - fixed_i) / a_sample_i samples each, as many as are left.
+        # These end together with (end - fixed_i) / a_sample_i samples each, which add up to the rest.
         rest = total - smallest * (len(batches) - len(open_to_change))
         slopes = math.fsum(1 / a_sample[i] for i in open_to_change)
         end = (rest + math.fsum(fixed_seconds[i] / a_sample[i] for i in open_to_change)) / slopes
@@ -200,8 +203,8 @@ def fixed_shares(
 ) -> list[float]:
     """The share of each worker's step that does not depend on its batch, from two steps with different batches.
 
-    ``before``: (batch, seconds) of the last time. Where that tells nothing, or the worker has become another one (less
-    work, more time), what is ``known`` stays, or nothing is.
+    ``before``: (batch, seconds) of the last time. With the same batch, what is ``known`` stays; if the worker's speed
+    has changed (less work, more time), the share is 0.
     """
     shares = []
     for batch, now, (old_batch, old), share in zip(batches, seconds, before, known, strict=True):
@@ -212,7 +215,7 @@ def fixed_shares(
     return shares
 
 
-#: A step whose time hardly depends on its batch is no reason to move everything.
+#: So that a step time that hardly depends on the batch does not move everything.
 _LARGEST_SHARE = 0.9
 
 
@@ -220,12 +223,12 @@ def steps_in_shards(plan: WorkPlan, steps_a_round: Sequence[int]) -> tuple[int, 
     """Steps of each worker in an epoch of whole rounds of ``steps_a_round``, within the shards of ``plan``."""
     rounds = [shard // (batch * k) for shard, batch, k in zip(plan.shards, plan.batches, steps_a_round, strict=True)]
     if min(rounds) == 0:
-        raise ValueError(f"a round of {list(steps_a_round)} steps does not fit into an epoch; use a shorter period")
+        raise ValueError(f"a round of {list(steps_a_round)} steps does not fit in an epoch; use a shorter period")
     return tuple(min(rounds) * k for k in steps_a_round)
 
 
 def _share_remainder(used: list[int], num_samples: int) -> list[int]:
-    """What is left over goes to the shards in proportion, so that every sample belongs to somebody."""
+    """Distribute the remainder over the shards in proportion, so that every sample belongs to a worker."""
     remainder = num_samples - sum(used)
     shares = [remainder * size // sum(used) for size in used]
     for index in range(remainder - sum(shares)):

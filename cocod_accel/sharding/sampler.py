@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class ShardSampler(Sampler[list[int]]):
-    """Which samples a worker sees in an epoch, in which batches. Disjoint between workers, for any two of the same epoch.
+    """Which samples a worker sees in an epoch, in which batches. Workers are disjoint within an epoch.
 
-    Within shards: every worker keeps its samples and reshuffles them. Across: all samples are dealt anew every epoch.
-    Either way what an epoch has no room for moves on from epoch to epoch, so that nothing is left out for ever.
+    Within shards: every worker keeps its samples and reshuffles them. Across: all samples are redistributed every
+    epoch. Either way, the samples that do not fit in an epoch change from epoch to epoch, so none is left out forever.
 
-    ``order``: all samples, cut into shards one after the other, e.g. of :func:`skewed_order`; default: at random.
+    ``order``: all samples, to be cut into consecutive shards, e.g. from :func:`skewed_order`; default: random.
 
-    As the ``batch_sampler`` of a ``DataLoader`` each whole pass is followed by the next epoch; ``set_epoch`` chooses one.
+    As the ``batch_sampler`` of a ``DataLoader``, each complete pass moves on to the next epoch; ``set_epoch`` sets it.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class ShardSampler(Sampler[list[int]]):
     def epoch(self, number: int, steps: Sequence[int] | None = None) -> Tensor:
         """The indices of this worker's samples in epoch ``number``, in the order they are used.
 
-        ``steps``: how many every worker takes, if not those of the plan.
+        ``steps``: steps of every worker, if not those of the plan.
         """
         plan, rank = self.plan, self.rank
         used = [s * m for s, m in zip(plan.steps if steps is None else steps, plan.batches, strict=True)]
         for worker, (count, shard) in enumerate(zip(used, plan.shards, strict=True)):
             if count > shard:
-                raise ValueError(f"an epoch of {count} samples does not fit into the shard of {shard} of worker {worker}")
+                raise ValueError(f"an epoch of {count} samples does not fit in worker {worker}'s shard of {shard}")
         if self._across:
             return self._turned(self._order, number, sum(used), "deal")[sum(used[:rank]) : sum(used[: rank + 1])]
         return self._turned(self.shard, number, used[rank], f"epoch/{rank}")
@@ -59,20 +59,20 @@ class ShardSampler(Sampler[list[int]]):
         return self._order[start : start + self.plan.shards[self.rank]]
 
     def _turned(self, samples: Tensor, number: int, num_used: int, key: str) -> Tensor:
-        """``num_used`` of the samples, shuffled; those left out are the next ones every epoch."""
+        """``num_used`` of the samples, shuffled; which ones are left out rotates every epoch."""
         size = len(samples)
         turned = samples.roll(-number * (size - num_used) % size)[:num_used]
         return turned[torch.randperm(num_used, generator=seeded_generator(self._seed, key, number))]
 
     def set_epoch(self, number: int) -> None:
-        """The next pass is this epoch, counted from 0."""
+        """Make the next pass this epoch, counted from 0."""
         self._next = number
 
     def __iter__(self) -> Iterator[list[int]]:
         number = self._next
         for chosen in self.epoch(number).split(self.plan.batches[self.rank]):
             yield chosen.tolist()
-        self._next = number + 1  # not after a look at the first batch, or workers would be in different epochs
+        self._next = number + 1  # not after a peek at the first batch, or workers would be in different epochs
 
     def __len__(self) -> int:
         return self.plan.steps[self.rank]
@@ -82,10 +82,10 @@ class ShardSampler(Sampler[list[int]]):
 def skewed_order(labels: Tensor, shards: tuple[int, ...], alpha: float, seed: int | str) -> Tensor:
     """All samples in an order whose consecutive ``shards`` are label-skewed: p_i ~ Dirichlet(alpha), worker by worker.
 
-    Places are dealt in random order; each draws a class from its worker's p_i among the classes that are left, then a
-    sample of it. So sizes are exactly those of ``shards``, every sample is used once, and no worker is left with the scraps.
+    Places are filled in random order; each draws a class from its worker's p_i among the classes that are left, then a
+    sample of it. So sizes match ``shards`` exactly, every sample is used once, and no worker gets only leftovers.
     """
-    import numpy as np  # which the library does without, elsewhere
+    import numpy as np  # only needed here
 
     random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=seeded_generator(seed, "skew"))))
     classes, counts = np.unique(labels.numpy(), return_counts=True)
@@ -110,6 +110,6 @@ def skewed_order(labels: Tensor, shards: tuple[int, ...], alpha: float, seed: in
 
 
 def seeded_generator(*key: int | str) -> torch.Generator:
-    """A generator of its own for every key. Hashed, because torch's CPU generator uses the low 32 bits of a seed only."""
+    """A separate generator for every key. Hashed, because torch's CPU generator uses only the low 32 bits of a seed."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

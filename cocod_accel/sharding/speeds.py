@@ -1,7 +1,7 @@
-"""How fast workers compute: measured before training, measured while it runs, and slowed down on purpose.
+"""How fast workers compute, relative to each other.
 
-Speeds are wanted of computation alone: what is timed contains no communication, or the time blocked by it is taken off. And
-all workers are timed at once, because workers that share a machine slow each other down.
+Only computation counts: timed steps contain no communication, or the time blocked by it is subtracted. All workers are
+timed at once, because workers that share a machine slow each other down.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measured:
-    """Every worker's computation, as :func:`measure_speeds` found it."""
+    """Every worker's speed, as measured by :func:`measure_speeds`."""
 
     #: Relative to the slowest worker, which is 1.
     speeds: tuple[float, ...]
-    #: The median of each worker's steps.
+    #: The median step time of each worker.
     step_seconds: tuple[float, ...]
-    #: How many steps that is the median of.
+    #: The number of steps behind each median.
     num_steps: tuple[int, ...]
-    #: Standard deviation of each worker's steps over their mean.
+    #: Standard deviation over mean of each worker's step times.
     jitters: tuple[float, ...]
 
 
 def relative_speeds(batches: Sequence[float], step_seconds: Sequence[float]) -> tuple[float, ...]:
-    """C_i, relative to the slowest worker, from what each computes in how long; three decimals, the same everywhere."""
+    """C_i relative to the slowest worker, from batch sizes and step times; rounded, so that all workers agree."""
     rates = [batch / seconds for batch, seconds in zip(batches, step_seconds, strict=True)]
     return tuple(round(rate / min(rates), 3) for rate in rates)
 
@@ -47,11 +47,11 @@ def measure_speeds(
     min_seconds: float = 8.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
-    """How fast this and every other worker computes, all of them at once. Collective.
+    """Measure the speed of all workers at once. Collective.
 
     ``run_step`` is one step without communication, with the same batch size on every worker: typically forward and backward
-    on a copy of the model. Warm-up steps are not counted. Then all workers go on together until the slowest has taken
-    ``min_steps`` and ``min_seconds`` are over. What raises on one worker is raised on all of them.
+    on a copy of the model. Warm-up steps are not counted. Then all workers continue until the slowest has taken
+    ``min_steps`` and ``min_seconds`` have passed. An error on one worker is raised on all.
     """
     group = default_group()
 
@@ -82,7 +82,7 @@ def measure_speeds(
 
 
 def _agreed(call: Callable[[], T], group: object) -> list[T]:
-    """What ``call`` returns on every worker; its error on any is raised on all."""
+    """What ``call`` returns on every worker; an error on any worker is raised on all."""
     results, error = try_together(call, group)
     if error is not None:
         raise RuntimeError(f"speeds could not be measured; {error}")

@@ -148,7 +148,7 @@ class Cluster:
     def resized(self, num_workers: int) -> Cluster:
         """The same cluster with another number of workers; the mix of groups stays, as far as whole workers allow."""
         if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers} is no cluster; use at least 1")
+            raise ValueError(f"num_workers={num_workers} must be at least 1")
         total = self.num_workers
         exact = [group.count * num_workers / total for group in self.workers]
         counts = [math.floor(share) for share in exact]
@@ -212,10 +212,10 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def validate(cluster: Cluster) -> None:
-    """Refuse what is no cluster, with one line."""
+    """Refuse an invalid cluster, with one line."""
     network, stragglers = cluster.network, cluster.stragglers
     require("/" not in cluster.name, "name", cluster.name, "must not contain a slash: run folders are named after it")
-    require(bool(cluster.workers), "workers", cluster.workers, "names no worker; give groups such as [{count: 2}]")
+    require(bool(cluster.workers), "workers", cluster.workers, "must not be empty; give groups such as [{count: 2}]")
     for key, count in (
         *((f"workers[{i}].count", group.count) for i, group in enumerate(cluster.workers)),
         ("batch_size", cluster.batch_size),
@@ -243,7 +243,7 @@ def validate(cluster: Cluster) -> None:
         cluster.fixed_seconds <= cluster.step_seconds,
         "fixed_seconds",
         cluster.fixed_seconds,
-        f"is a part of step_seconds={cluster.step_seconds}, so at most that",
+        f"must be at most step_seconds={cluster.step_seconds}, which includes it",
     )
     require_choice(network.topology, "network.topology", list(TOPOLOGIES))
     probability, factor = stragglers.probability, stragglers.factor

@@ -75,7 +75,7 @@ class Worker:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
             elif not self.driver.replica.route.is_alone:
                 names = [name for name, other in self.subject.module.named_parameters() if other is parameter]
-                raise NoGradientError(f"parameter {names[0]} has no gradient, which DDP refuses, too; freeze it, or use it")
+                raise NoGradientError(f"parameter {names[0]} has no gradient, which DDP also refuses; freeze or use it")
         self.buckets = []
         for (dtype, device), parameters in kinds.items():
             sizes = [parameter.numel() for parameter in parameters]

@@ -42,7 +42,7 @@ def check_settings(stage: int, fp16: bool, bf16: bool) -> None:
         raise ValueError(f'zero_optimization.stage={stage}: {why}; use "stage": 0')
     for name, is_on in (("fp16.enabled", fp16), ("bf16.enabled", bf16)):
         if is_on:
-            why = "the engine trains copies of the parameters and asks the others in every step"
+            why = "the engine trains copies of the parameters and communicates in every step"
             fix = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'
             raise ValueError(f"{name}=true: {why}; use {fix}")
 

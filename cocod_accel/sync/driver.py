@@ -112,7 +112,7 @@ class Driver:
         """Refuse what :meth:`load_state` could not load, before anything is changed."""
         saved, attached = state["algorithm"], self.method.name
         if saved != attached:
-            raise ValueError(f"the state was saved with {saved}, attached is {attached}; attach the same algorithm")
+            raise ValueError(f"the state was saved with {saved}, but {attached} is attached; attach the same algorithm")
         if state["averages"] is None:
             return
         for name in _STATE_OPTIONS:
@@ -120,7 +120,7 @@ class Driver:
             if name == "outer":
                 there = type(here)(*there)
             if there != here:
-                raise ValueError(f"the state was saved with {name}={there}, attached is {here}; attach with the same")
+                raise ValueError(f"the state was saved with {name}={there}, but attached with {here}; use the same")
         self.replica.check_state(state["averages"])
 
     def load_state(self, state: dict[str, Any]) -> None:

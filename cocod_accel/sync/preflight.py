@@ -248,7 +248,7 @@ def _is_scaled(optimizer: Any) -> bool:
 def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | None) -> tuple[int, ...]:
     """The ranks of the group that a worker says it shares a node with."""
     if not isinstance(inner, dist.ProcessGroup):
-        raise TypeError(f"inner={inner!r} is not a process group of this worker's; pass what dist.new_subgroups() returned")
+        raise TypeError(f"inner={inner!r} is not a process group with this worker; pass one from dist.new_subgroups()")
     if algorithm.reduces_gradients:
         raise ValueError(
             f"{type(algorithm).__name__} reduces gradients over all workers, so there is nothing to do between nodes; "
@@ -264,12 +264,12 @@ def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | No
             )
         if ddp.find_unused_parameters and wrapped != ranks:
             raise ValueError(
-                "find_unused_parameters asks all workers in every step; "
+                "find_unused_parameters communicates with all workers in every step; "
                 "use DistributedDataParallel(model, process_group=inner, find_unused_parameters=True)"
             )
         if not algorithm.same_period and wrapped != ranks:
             raise ValueError(
-                "DDP meets all workers in its second step, where nodes with periods of their own may wait for each other; "
+                "DDP synchronises all workers in its second step, which may deadlock nodes with different periods; "
                 "use DistributedDataParallel(model, process_group=inner)"
             )
     return ranks

@@ -33,8 +33,8 @@ def _from_3(state: dict[str, Any]) -> dict[str, Any]:
     anchor = state["anchor"] or {"pull_back": 0.0, "anchor": None}
     if anchor["pull_back"]:
         raise ValueError(
-            f"the state was saved with pull_back={anchor['pull_back']:g}, which threw progress away and is gone; "
-            "begin anew, e.g. with own_share=0.5"
+            f"the state was saved with pull_back={anchor['pull_back']:g}, which discarded progress and was removed; "
+            "start a new run, e.g. with own_share=0.5"
         )
     followed = anchor["anchor"] or {"momentum": 0.0, "points": None, "velocities": []}
     payload = state["payload"] or {"name": "fp32"}

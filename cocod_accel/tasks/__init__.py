@@ -1,4 +1,4 @@
-"""What is trained: a data set, a model, a loss and a metric, by name or as the user's own ``module:callable``."""
+"""What is trained: data set, model and optimizer, by name or as a user's ``module:callable``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_task(config: Config) -> Task:
 
 
 def task_facts(config: Config) -> TaskFacts:
-    """What is known of ``task`` without its data; a user's own is made for it."""
+    """What is known of ``task`` without loading it; a user's own has to be built."""
     if ":" in config.task.name:
         task = build_task(config)
         return TaskFacts(task.num_train, task.num_test, task.input_shape, task.num_classes)
@@ -71,7 +71,7 @@ def _choose(table: dict[str, Any], name: str, key: str) -> Any:
     if name not in table:
         near = difflib.get_close_matches(name, list(table), n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(table)}, or give module:callable"
-        raise ConfigError(f"{key}={name}: is not known; {hint}")
+        raise ConfigError(f"{key}={name}: unknown {key.removesuffix('.name')}; {hint}")
     return table[name]
 
 

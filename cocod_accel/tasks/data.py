@@ -1,8 +1,8 @@
-"""Data sets, and batches that are ready before a step asks for them.
+"""Data sets and batches.
 
-The built-in image sets fit into memory: they are held as bytes, and a batch is one indexing, one vectorised augmentation and
-one normalisation, so that loading never limits a step and needs no processes. A user's own ``Dataset`` goes through
-torch's ``DataLoader``.
+The built-in image sets fit in memory: they are stored as bytes, and a batch takes one indexing, one vectorised
+augmentation and one normalisation, so loading is never a bottleneck and needs no extra processes. A user's ``Dataset``
+goes through torch's ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """Training and test data, and what a model must know of them."""
+    """Training and test data, and what a model must know about them."""
 
     train: Images | Dataset[Any]
     test: Images | Dataset[Any]
@@ -88,7 +88,7 @@ class Task:
 
 
 def _outlive_a_polite_end(worker: int) -> None:
-    """A launcher sends SIGTERM to all processes; those that load data are needed until the workers have saved."""
+    """A launcher sends SIGTERM to all processes; data loaders must survive it until the workers have saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -107,8 +107,7 @@ def batches(
             yield data.batch(chosen, device, generator)
         return
     groups = [chosen.tolist() for chosen in indices.split(batch_size)]
-    # A generator of the caller's also seeds the loader's processes; torch's own would be drawn from at another place in a
-    # run that was resumed.
+    # The caller's generator also seeds the loader's processes; torch's default would differ after a resume.
     pin = device.type == "cuda"
     loader = DataLoader(
         data,
@@ -149,7 +148,7 @@ def shrunk(images: Tensor, factor: int) -> Tensor:
         return images
     if min(images.shape[-2:]) < factor:
         raise ConfigError(
-            f"task.shrink={factor}: is larger than the images, {tuple(images.shape[-2:])}; use a smaller factor"
+            f"task.shrink={factor}: is larger than the images ({tuple(images.shape[-2:])}); use a smaller factor"
         )
     pieces = [torch.nn.functional.avg_pool2d(piece.float(), factor).round_().byte() for piece in images.split(4096)]
     return torch.cat(pieces)
@@ -180,7 +179,7 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
     values = np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims)
     if values.size != math.prod(shape):
-        raise ConfigError(f"{path}: holds {values.size} values where its header says {shape}; download it again")
+        raise ConfigError(f"{path}: has {values.size} values, but its header says {shape}; download it again")
     return values.reshape(shape)
 
 
@@ -237,13 +236,13 @@ def read_cifar_binary(path: Path, label_bytes: int) -> tuple[Any, Any]:
     data = np.frombuffer(path.read_bytes(), np.uint8)
     record = label_bytes + 3 * 32 * 32
     if data.size == 0 or data.size % record:
-        raise ConfigError(f"{path}: {data.size} bytes are not whole records of {record}; download it again")
+        raise ConfigError(f"{path}: {data.size} bytes is not a multiple of the record size {record}; download it again")
     rows = data.reshape(-1, record)
     return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1].astype(np.int64)
 
 
 def _read_cifar_pickle(path: Path, key: str) -> tuple[Any, Any]:
-    with path.open("rb") as file:  # torchvision's own files, whose layout is pickled numpy arrays
+    with path.open("rb") as file:  # torchvision's files are pickled numpy arrays
         content = pickle.load(file, encoding="latin1")
     return content["data"].reshape(-1, 3, 32, 32), np.asarray(content[key])
 
@@ -313,7 +312,7 @@ def synthetic_options(config: Config) -> dict[str, Any]:
 
 
 def synthetic(config: Config) -> Task:
-    """Made up and learnable: task.args = {num_train, num_test, num_classes, size, channels, noise}, seeded"""
+    """Random but learnable: task.args = {num_train, num_test, num_classes, size, channels, noise}, seeded"""
     options = synthetic_options(config)
     generator = torch.Generator().manual_seed(config.seed)
     shape = (options["channels"], options["size"], options["size"])
@@ -327,7 +326,7 @@ def synthetic(config: Config) -> Task:
 
 
 def own_task(value: Any, config: Config) -> Task:
-    """A user's (train, test): two Datasets, or two pairs of tensors (inputs, labels)."""
+    """A task from a user's (train, test): two Datasets, or two pairs of tensors (inputs, labels)."""
     name = config.task.name
     if not (isinstance(value, tuple) and len(value) == 2):
         raise ConfigError(f"task.name={name}: must return (train, test), returned {type(value).__name__}")

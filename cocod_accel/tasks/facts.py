@@ -1,4 +1,4 @@
-"""What is known of a data set without having it: enough to plan and to simulate a run."""
+"""What is known about a data set without loading it: enough to plan and to simulate a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KNOWN = {
 
 
 def known_facts(config: Config) -> TaskFacts:
-    """Of a built-in data set, limits applied."""
+    """The facts of a built-in data set, with limits applied."""
     task = config.task
     if task.name == "synthetic":
         options = synthetic_options(config)

@@ -1,10 +1,10 @@
-"""Section 4 of the paper as functions: what converges how fast, how long a period may be, and what a step takes.
+"""Section 4 of the paper as functions: convergence rates, bounds on the period, and step times.
 
-Arithmetic only: no torch, nothing of the rest of the package. Equation numbers and labels are those of the paper
+Arithmetic only: no torch, no imports from the rest of the package. Equation numbers and labels are those of the paper
 (Shen et al. 2019); docs/theory.md has the formulas, worked examples, and what they do not say. Symbols that functions share:
 
-    num_iterations T   steps every worker takes          batches M_i   samples a step of each worker; their number is N
-    period k           steps in a round                  speeds C_i    samples a second of each worker; only ratios count
+    num_iterations T   steps every worker takes          batches M_i   samples per step of each of the N workers
+    period k           steps per round                   speeds C_i    samples per second of each worker (ratios count)
 """
 
 from __future__ import annotations

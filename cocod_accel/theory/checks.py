@@ -1,8 +1,8 @@
-"""What a quantity of the formulas may be; one line for what it may not."""
+"""Checks of the arguments of the formulas."""
 
 from __future__ import annotations
 
-#: Beyond these a quantity is a mistake, and its powers would overflow or vanish.
+#: A value outside this range is a mistake, and its powers would overflow or vanish.
 _SMALLEST, _LARGEST = 1e-12, 1e12
 _LARGEST_COUNT = 10**15
 
@@ -12,7 +12,7 @@ def check_real(name: str, value: float, *, zero: bool = False) -> None:
         raise TypeError(f"{name}={value!r} is not a number")
     smallest = 0 if zero else _SMALLEST
     if not smallest <= value <= _LARGEST:
-        raise ValueError(f"{name}={value} must be from {smallest:g} to {_LARGEST:g}; check its sign and its unit")
+        raise ValueError(f"{name}={value} must be from {smallest:g} to {_LARGEST:g}; check its sign and unit")
 
 
 def check_count(name: str, value: int) -> None:

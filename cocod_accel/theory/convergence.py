@@ -1,4 +1,4 @@
-"""Section 4.1: how fast CoCoD-SGD converges, what more workers gain, and how long a period may be."""
+"""Section 4.1: how fast CoCoD-SGD converges, the speedup with more workers, and bounds on the period."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from cocod_accel.theory.checks import check_count, check_real
 #: Section 5: CIFAR, 16 workers with a batch of 32, 120 epochs, and a period of 5 after the first ten epochs.
 PAPER_WORKERS = 16
 PAPER_PERIOD = 5
-#: T follows from these; the paper does not state it. 97 whole steps an epoch, as ``plan_workers`` has them.
+#: T follows from these; the paper does not state it. 97 whole steps per epoch, as in ``plan_workers``.
 PAPER_ITERATIONS = 120 * (50_000 // (PAPER_WORKERS * 32))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The constants of Assumption 1 and of the start. Nobody knows them for a deep network; they show how terms weigh."""
+    """The constants of Assumption 1 and of the start. Unknown for deep networks; they show which terms dominate."""
 
     #: L: every local gradient is L-Lipschitz, eq. (4).
     lipschitz: float
     #: sigma: its square bounds the variance of one sample's gradient on one worker, eq. (7).
     sigma: float
-    #: zeta: its square bounds how far workers' gradients are from the mean of all, eq. (8); 0 if they have the same data.
+    #: zeta: its square bounds how far workers' gradients are from their mean, eq. (8); 0 if they have the same data.
     zeta: float
     #: f(x_0) - f*: how far the loss may still fall.
     initial_gap: float
@@ -38,8 +38,8 @@ class Problem:
 def theorem1_factors(lipschitz: float, learning_rate: float, period: int) -> tuple[float, float]:
     """D_1 = 1 - 2 k D_2 and D_2 = 8 gamma^2 L^2 k / (1 - 16 gamma^2 k^2 L^2), eq. (10).
 
-    The theorem asks for gamma <= 1 / L only. It says something if, besides, D_2 is finite and positive and D_1 is positive,
-    which is 32 gamma^2 k^2 L^2 < 1: stricter, whatever the period.
+    The theorem only requires gamma <= 1 / L. It is meaningful only if D_2 is also finite and positive and D_1 is
+    positive, i.e. 32 gamma^2 k^2 L^2 < 1, which is stricter for every period.
     """
     check_real("lipschitz", lipschitz)
     check_real("learning_rate", learning_rate)
@@ -57,8 +57,8 @@ def theorem1_factors(lipschitz: float, learning_rate: float, period: int) -> tup
     d1 = 1 - 2 * period * d2
     if d1 <= 0:
         raise ValueError(
-            f"learning_rate={learning_rate} and period={period}: D_1 = {d1:.6g} must be positive, or Theorem 1 bounds "
-            f"nothing; {fix}"
+            f"learning_rate={learning_rate} and period={period}: D_1 = {d1:.6g} must be positive for Theorem 1 to "
+            f"give a bound; {fix}"
         )
     return d1, d2
 
@@ -66,7 +66,7 @@ def theorem1_factors(lipschitz: float, learning_rate: float, period: int) -> tup
 def theorem1_bound(
     problem: Problem, *, learning_rate: float, period: int, num_iterations: int, batches: Sequence[int]
 ) -> float:
-    """Theorem 1, eq. (9), general_threorem_result: what D_1 times the mean of E|grad f(x_t)|^2 over all t is at most.
+    """Theorem 1, eq. (9), general_threorem_result: a bound on D_1 times the mean of E|grad f(x_t)|^2 over all t.
 
     2 (f(x_0) - f*) / (T gamma)  +  D_2 (N sigma^2 / sum M + 2 k zeta^2)  +  gamma L sigma^2 / sum M
     """
@@ -80,7 +80,7 @@ def theorem1_bound(
 def theorem1_gradient_bound(
     problem: Problem, *, learning_rate: float, period: int, num_iterations: int, batches: Sequence[int]
 ) -> float:
-    """Theorem 1 divided by D_1 (corollary_convergence in the appendix): what the mean of E|grad f(x_t)|^2 is at most."""
+    """Theorem 1 divided by D_1 (corollary_convergence in the appendix): a bound on the mean of E|grad f(x_t)|^2."""
     d1, _ = theorem1_factors(problem.lipschitz, learning_rate, period)
     bound = theorem1_bound(
         problem, learning_rate=learning_rate, period=period, num_iterations=num_iterations, batches=batches
@@ -97,7 +97,7 @@ def corollary1_learning_rate(sigma: float, num_iterations: int, batches: Sequenc
 
 @dataclass(frozen=True)
 class IterationCondition:
-    """The three terms of eq. (11), convergence_condition: T must be at least each. Named for what each one ensures.
+    """The three terms of eq. (11), convergence_condition, named for what each ensures: T must be at least each.
 
     The third is always the largest: at least 3 N^2 times the second, which is 48 k^2 times the first.
     """
@@ -127,23 +127,23 @@ def corollary1_condition(problem: Problem, *, period: int, batches: Sequence[int
 def corollary1_rate(problem: Problem, *, period: int, num_iterations: int, batches: Sequence[int]) -> float:
     """Corollary 1, eq. (12), convergence_rate: 4 sigma (f(x_0) - f* + L) / sqrt(T sum M).
 
-    The mean of E|grad f(x_t)|^2 is at most this with Corollary 1's learning rate; T must satisfy its condition.
+    A bound on the mean of E|grad f(x_t)|^2 with Corollary 1's learning rate; T must satisfy its condition.
     """
     check_count("num_iterations", num_iterations)
     condition = corollary1_condition(problem, period=period, batches=batches)
     if num_iterations < condition.least:
         raise ValueError(
-            f"num_iterations={num_iterations} is fewer than Corollary 1's condition asks for with period={period}; "
+            f"num_iterations={num_iterations} is fewer than Corollary 1's condition requires with period={period}; "
             f"use at least {condition.least}, or a shorter period"
         )
     return 4 * problem.sigma * (problem.initial_gap + problem.lipschitz) / math.sqrt(num_iterations * _total(batches))
 
 
 def iterations_to_reach(problem: Problem, epsilon: float, *, period: int, batches: Sequence[int]) -> int:
-    """Remarks 1 and 2: the fewest iterations after which Corollary 1 gives a mean of E|grad f(x_t)|^2 of at most epsilon.
+    """Remarks 1 and 2: the fewest iterations for which Corollary 1 bounds the mean of E|grad f(x_t)|^2 by epsilon.
 
-    From its rate, T = (4 sigma (f(x_0) - f* + L) / epsilon)^2 / sum M: twice the samples a step, half the steps. That ends
-    where its condition asks for more; a smaller epsilon moves this further out.
+    From its rate, T = (4 sigma (f(x_0) - f* + L) / epsilon)^2 / sum M: twice the samples per step, half the steps. That
+    holds until its condition requires more; the smaller epsilon, the longer it holds.
     """
     check_real("epsilon", epsilon)
     wanted = (4 * problem.sigma * (problem.initial_gap + problem.lipschitz) / epsilon) ** 2 / _total(batches)
@@ -151,47 +151,47 @@ def iterations_to_reach(problem: Problem, epsilon: float, *, period: int, batche
 
 
 def iteration_speedup(speeds: Sequence[float]) -> float:
-    """Remarks 1 and 2 in eq. (2), def_is: IS = T_1 / T_N = sum C_i / C_1; N if all are alike.
+    """Remarks 1 and 2 in eq. (2), def_is: IS = T_1 / T_N = sum C_i / C_1; N if all are equal.
 
-    Batches are proportional to speeds, and worker 1 is the slowest one, which takes the base batch (as in section 5.3).
+    Batches are proportional to speeds; worker 1, the slowest, takes the base batch (as in section 5.3).
     """
     if not speeds:
-        raise ValueError("speeds=[] names no worker; give one relative speed per worker")
+        raise ValueError("speeds=[] is empty; give one relative speed per worker")
     for index, speed in enumerate(speeds):
         check_real(f"speeds[{index}]", speed)
     return math.fsum(speeds) / min(speeds)
 
 
 def scaled_learning_rate(base: float, speeds: Sequence[float]) -> float:
-    """Remark 4: gamma_N = gamma_1 sum C_i / C_1, for a fixed number of epochs; N gamma_1 if all are alike.
+    """Remark 4: gamma_N = gamma_1 sum C_i / C_1, for a fixed number of epochs; N gamma_1 if all are equal.
 
-    ``base`` is the rate of one worker with the base batch, the slowest one's.
+    ``base`` is the rate of one worker with the base batch, which is the slowest worker's.
     """
     check_real("base", base)
     return base * iteration_speedup(speeds)
 
 
 def period_bound(num_iterations: int, num_workers: int, constant: float) -> float:
-    """Remark 3: k = constant * T^(1/4) / N^(3/4). The paper says O(...): the constant is the caller's. May be below 1."""
+    """Remark 3: k = constant * T^(1/4) / N^(3/4). The paper says O(...); pass the constant. May be below 1."""
     check_count("num_iterations", num_iterations)
     check_count("num_workers", num_workers)
     check_real("constant", constant)
     return constant * math.pow(num_iterations, 0.25) / math.pow(num_workers, 0.75)
 
 
-#: The constant with which the bound is 5 for the paper's T and N: a period that worked, not the longest that would.
+#: The constant with which the bound is 5 for the paper's T and N: a period that worked, not the longest possible.
 PAPER_CONSTANT = PAPER_PERIOD / period_bound(PAPER_ITERATIONS, PAPER_WORKERS, 1.0)
 
 
 def paper_period_bound(num_iterations: int, num_workers: int) -> float:
-    """The bound of Remark 3 scaled through section 5: 5 (T / 11,640)^(1/4) (16 / N)^(3/4). A reason to warn."""
+    """The bound of Remark 3 scaled through section 5: 5 (T / 11,640)^(1/4) (16 / N)^(3/4). Used for warnings."""
     return period_bound(num_iterations, num_workers, PAPER_CONSTANT)
 
 
 def communication_rounds(num_iterations: int, period: int) -> dict[str, int]:
-    """How often each algorithm communicates in T iterations: every step, or once in each round that begins (Algorithm 1).
+    """How often each algorithm communicates in T iterations: every step, or once per started round (Algorithm 1).
 
-    T is the slowest worker's for ``asynlocal``, whose others take more steps in the same rounds.
+    For ``asynlocal``, T is the slowest worker's; the others take more steps in the same rounds.
     """
     check_count("num_iterations", num_iterations)
     check_count("period", period)
@@ -200,19 +200,19 @@ def communication_rounds(num_iterations: int, period: int) -> dict[str, int]:
 
 
 def communication_complexity(num_iterations: int, num_workers: int, constant: float) -> float:
-    """Remark 3: T / k = T^(3/4) N^(3/4) / constant rounds at the period of :func:`period_bound`; S-SGD and Pipe-SGD: T."""
+    """Remark 3: T / k = T^(3/4) N^(3/4) / constant rounds with :func:`period_bound`; S-SGD and Pipe-SGD: T."""
     return num_iterations / period_bound(num_iterations, num_workers, constant)
 
 
 def _total(batches: Sequence[int]) -> int:
     """sum M_i."""
     if not batches:
-        raise ValueError("batches=[] names no worker; give one batch per worker")
+        raise ValueError("batches=[] is empty; give one batch size per worker")
     for index, batch in enumerate(batches):
         check_count(f"batches[{index}]", batch)
     return sum(batches)
 
 
 def _spread(problem: Problem, period: int, batches: Sequence[int]) -> float:
-    """N sigma^2 / sum M + 2 k zeta^2: what makes local models differ."""
+    """N sigma^2 / sum M + 2 k zeta^2: how much local models drift apart."""
     return len(batches) * problem.sigma**2 / _total(batches) + 2 * period * problem.zeta**2

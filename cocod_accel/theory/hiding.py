@@ -1,6 +1,6 @@
-"""Which period hides an average: one rule for ``cocod plan``, ``algorithm.period: auto`` and ``cocod simulate``.
+"""Which period hides an average: the rule shared by ``cocod plan``, ``algorithm.period: auto`` and ``cocod simulate``.
 
-``cocod plan`` alone gives it a bound, up to which periods are made longer for steps that transfers slow down.
+Only ``cocod plan`` passes a bound, up to which it lengthens the period if transfers slow down steps.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import replace
 
 from cocod_accel.theory import StepTimes, hiding_period
 
-#: What ``algorithm.period`` says to have the rule applied to what is measured.
+#: The value of ``algorithm.period`` that applies the rule to measured times.
 AUTO = "auto"
-#: How much longer than measured an average may take, because steps and transfers jitter.
+#: Allowance for jitter: how much longer than measured an average may take.
 MARGIN = 0.1
-#: How much longer than a step alone one may be for the transfers that it computes beside, where theory allows longer rounds.
+#: Acceptable slowdown of steps by concurrent transfers, where theory allows longer rounds.
 LOSS = 0.03
 
 
 def choose_period(times: StepTimes, *, margin: float = MARGIN, least: int = 1, bound: float | None = None) -> int:
-    """The smallest k >= ``least`` with (1 + margin) (1 - a) T_comm <= k T_comp: CoCoD-SGD then waits for no average.
+    """The smallest k >= ``least`` with (1 + margin) (1 - a) T_comm <= k T_comp: CoCoD-SGD then never waits.
 
-    While an average travels a worker computes at the rate 1 - a, so a round of k steps lasts k T_comp + a T_comm. A longer
-    period waits no less; it only spreads a T_comm over more steps, and lets models drift apart. With a ``bound`` it is made
-    longer, but not above that, until a T_comm <= 3% of k T_comp.
+    During a transfer a worker computes at the rate 1 - a, so a round of k steps lasts k T_comp + a T_comm. A longer
+    period does not reduce waiting; it only spreads a T_comm over more steps, and lets models drift apart. With a
+    ``bound``, the period grows, at most to that, until a T_comm <= 3% of k T_comp.
     """
     if not 0 <= margin <= 10:
         raise ValueError(f"margin={margin} must be a share from 0 to 10; use {MARGIN} for {MARGIN:.0%}")
@@ -35,5 +35,5 @@ def choose_period(times: StepTimes, *, margin: float = MARGIN, least: int = 1, b
 
 
 def lost_share(times: StepTimes, period: int) -> float:
-    """How much longer a step is for the transfers that it computes beside, where nobody waits for them."""
+    """The relative slowdown of a step by concurrent transfers, if no worker waits for them."""
     return times.interference * times.comm_seconds / (period * times.compute_seconds)

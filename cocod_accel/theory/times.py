@@ -1,4 +1,4 @@
-"""Section 4.2: what a step takes when computing and communicating follow each other or overlap, and the speedup."""
+"""Section 4.2: step times when computation and communication alternate or overlap, and the speedup."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cocod_accel.theory.convergence import iteration_speedup
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step consists of."""
+    """The components of a step."""
 
-    #: T_comp: one worker's step alone; in a mixed cluster the slowest worker's, with the base batch.
+    #: T_comp: one worker's step without communication; in a mixed cluster, the slowest worker's, with the base batch.
     compute_seconds: float
-    #: T_comm^N: one average over all N workers alone. It depends on N: measure it, or ask a model of the network.
+    #: T_comm^N: one average over all N workers, with nothing else running. Depends on N: measure or model it.
     comm_seconds: float
-    #: a: the share of a worker that a transfer takes while under way (the paper's a%), from 0 to 1.
+    #: a: the share of a worker's computing that a transfer takes while in flight (the paper's a%), from 0 to 1.
     interference: float
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ def ssgd_step_seconds(times: StepTimes) -> float:
 
 
 def pipe_step_seconds(times: StepTimes) -> float:
-    """T_comp + a T_comm, the denominator of eq. (14): right where T_comm fits behind one step."""
+    """T_comp + a T_comm, the denominator of eq. (14): valid if T_comm fits within one step."""
     return cocod_step_seconds(times, 1)
 
 
@@ -47,32 +47,32 @@ def local_step_seconds(times: StepTimes, period: int) -> float:
 
 
 def cocod_step_seconds(times: StepTimes, period: int) -> float:
-    """T_comp + a T_comm / k, the denominator of eq. (16): right where T_comm fits behind k steps."""
+    """T_comp + a T_comm / k, the denominator of eq. (16): valid if T_comm fits within k steps."""
     check_count("period", period)
     return times.compute_seconds + times.interference * times.comm_seconds / period
 
 
 def pipe_bounded_step_seconds(times: StepTimes) -> float:
-    """max(T_comm, T_comp + a T_comm): a step cannot end before the transfer that runs under it."""
+    """max(T_comm, T_comp + a T_comm): a step cannot end before the transfer it overlaps."""
     return cocod_bounded_step_seconds(times, 1)
 
 
 def cocod_bounded_step_seconds(times: StepTimes, period: int) -> float:
-    """max(T_comm, k T_comp + a T_comm) / k: a round cannot end before its transfer, which the paper's formula leaves out.
+    """max(T_comm, k T_comp + a T_comm) / k: a round cannot end before its transfer, which the paper's formula ignores.
 
-    While the transfer is under way, (1 - a) T_comm of the k T_comp seconds are computed; the rest follows at full speed.
+    While the transfer is in flight, (1 - a) T_comm of the k T_comp seconds are done; the rest follows at full speed.
     """
     return max(cocod_step_seconds(times, period), times.comm_seconds / period)
 
 
 def hiding_period(times: StepTimes) -> int:
-    """The smallest k that hides a transfer: T_comm <= k T_comp + a T_comm. From here on both formulas of CoCoD-SGD agree."""
+    """The smallest k that hides a transfer: T_comm <= k T_comp + a T_comm. From there both CoCoD-SGD formulas agree."""
     needed = (1 - times.interference) * times.comm_seconds / times.compute_seconds
     return max(1, math.ceil(needed * (1 - 1e-12)))  # 3.0000000000000004 is 3
 
 
 def step_seconds(times: StepTimes, period: int, *, bounded: bool = True) -> dict[str, float]:
-    """The average seconds of a step under each algorithm; ``bounded=False`` for the paper's formulas as they stand."""
+    """The average seconds per step of each algorithm; ``bounded=False``: the paper's formulas unchanged."""
     pipe, cocod = pipe_step_seconds(times), cocod_step_seconds(times, period)
     if bounded:
         pipe, cocod = pipe_bounded_step_seconds(times), cocod_bounded_step_seconds(times, period)
@@ -81,7 +81,7 @@ def step_seconds(times: StepTimes, period: int, *, bounded: bool = True) -> dict
 
 
 def _speedup(num_workers: int, times: StepTimes, seconds: float) -> float:
-    """TS = T_1 / T_N, eq. (3), def_ts; with linear iteration speedup N T_comp / (average seconds of a step)."""
+    """TS = T_1 / T_N, eq. (3), def_ts; with linear iteration speedup N T_comp / (average seconds per step)."""
     check_count("num_workers", num_workers)
     return num_workers * times.compute_seconds / seconds
 
@@ -111,9 +111,9 @@ def speedups(
 ) -> dict[str, float]:
     """The time speedup of each algorithm over the slowest worker alone, by name.
 
-    With proportional sampling a step of all workers is worth sum C_i / C_1 of its steps; with equal batches N, as everybody
-    waits for it. Under ``asynlocal`` batches are equal, and faster workers take more steps instead: sum C_i / C_1 again, up
-    to the rounding of their periods to whole steps (as batches are rounded to whole samples).
+    With proportional sampling a step of all workers is worth sum C_i / C_1 of its steps; with equal batches N, as all
+    others wait for it. ``asynlocal`` has equal batches, but faster workers take more steps: sum C_i / C_1 again, up to
+    the rounding of periods to whole steps (as batches are rounded to whole samples).
     """
     all_busy = iteration_speedup(speeds)
     worth = dict.fromkeys(("ssgd", "pipe", "local", "cocod"), all_busy if proportional else float(len(speeds)))

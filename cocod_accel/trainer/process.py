@@ -159,12 +159,12 @@ def _check_deepspeed_file(file: str) -> None:
     try:
         tree = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: is no DeepSpeed configuration ({error}); see configs/deepspeed/stage0.json") from error
+        raise ConfigError(f"{file}: cannot be read as JSON ({error}); see configs/deepspeed/stage0.json") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: must hold keys and values; see configs/deepspeed/stage0.json")
+        raise ConfigError(f"{file}: must be a JSON object; see configs/deepspeed/stage0.json")
     for key in ("zero_optimization", "fp16", "bf16", "torch_autocast"):
         if key in tree and not isinstance(tree[key], dict):
-            raise ConfigError(f"{file}: {key}={tree[key]!r}: must hold keys and values; see configs/deepspeed/stage0.json")
+            raise ConfigError(f"{file}: {key}={tree[key]!r}: must be a JSON object; see configs/deepspeed/stage0.json")
     stage = tree.get("zero_optimization", {}).get("stage", 0)
     if isinstance(stage, bool) or not (isinstance(stage, int) or stage == "auto"):
         raise ConfigError(f"{file}: zero_optimization.stage={stage!r}: must be a number; use 0")
