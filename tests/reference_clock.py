@@ -25,6 +25,8 @@ class Setting:
     part_seconds: Sequence[float] = (0.0,)
     final_seconds: float = 0.0
     interference: float = 0.0
+    #: Steps after which a mean is merged, at most its round's; None: where its part is launched again.
+    delay: int | None = None
 
 
 @dataclass
@@ -62,6 +64,7 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
         return number
 
     pending: dict[int, int] = {}
+    due: dict[int, int] = {}
     rounds = iter(setting.rounds[worker])
     length, position = next(rounds), 0
     for step in range(setting.steps[worker]):
@@ -80,6 +83,9 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
         else:
             if position == length:
                 length, position = next(rounds), 0
+            for part in [part for part, when in due.items() if when == step + 1]:
+                yield "wait", pending.pop(part)
+                del due[part]
             for part in [part for part in range(fragments) if (part * length) // fragments == position]:
                 if name in ("local", "asynlocal"):
                     number = joined(setting.part_seconds[part])
@@ -89,6 +95,8 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
                 if part in pending:
                     yield "wait", pending[part]
                 pending[part] = joined(setting.part_seconds[part])
+                if setting.delay is not None:
+                    due[part] = step + 1 + min(setting.delay, length)
                 yield "join", pending[part]
         yield "mark", 0.0
     for number in pending.values():

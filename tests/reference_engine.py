@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.reference import MakeOptimizer, Trace, period_at, shares, values
-from tests.reference_payload import coded_chunks
+from tests.reference_payload import coded_chunks, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Case:
     """One run."""
 
     name: str
-    periods: tuple[int, ...]  # of each node; one for all but asynlocal
+    periods: tuple[Any, ...]  # of each node; one for all but asynlocal: a number, or (first step, period) pairs
     weights: tuple[float, ...]  # of each worker
     fragments: int = 1
     payload: str = "fp32"
@@ -31,6 +32,13 @@ class Case:
     outer: tuple[float, float, bool] = (1.0, 0.0, False)
     node_size: int = 1
     optimizer: str = "momentum"
+    delay: int | None = None
+
+    def num_steps(self, node: int, num_rounds: int) -> int:
+        steps = 0
+        for _ in range(num_rounds):
+            steps += period_at(self.periods[node % len(self.periods)], steps)
+        return steps
 
 
 class SerialPart:
@@ -44,7 +52,9 @@ class SerialPart:
         zero = torch.zeros_like(self.z.detach())
         self.since_launch = [zero.clone() for _ in models]  # u
         self.since_flight = [zero.clone() for _ in models]  # f
-        self.in_flight: Tensor | None = None  # sum_j w_j u_j
+        self.in_flight: Tensor | None = None  # sum_j w_j u_j, until it has moved the common point
+        self.waiting: set[int] = set()  # the nodes that have not merged it
+        self.due: int | None = None  # the step after which it is merged, if not where it is launched again
         self.e = [zero.clone() for _ in models]
         self.owned = zero.clone()
 
@@ -74,23 +84,26 @@ class SerialPart:
             wanted = [u + e for u, e in zip(sent, self.e, strict=True)]
             codes = [coded_chunks(self.case.payload, v, num_chunks) for v in wanted]
             self.e = [v - q for v, q in zip(wanted, codes, strict=True)]
-            total = self.mean(codes) + self.owned
+            total = weighted_mean(codes, self.w) + self.owned
             self.in_flight = coded_chunks(self.case.payload, total, num_chunks)
             self.owned = total - self.in_flight
+        self.waiting = set(range(len(self.models)))
         self.since_launch = [torch.zeros_like(u) for u in sent]
         self.since_flight = [torch.zeros_like(u) for u in sent]
 
     def mean(self, rows: Sequence[Tensor]) -> Tensor:
         return sum((wi * row for wi, row in zip(self.w, rows, strict=True)), torch.zeros(()))
 
-    def merge(self, own_share: float) -> None:
-        if self.in_flight is None:
+    def merge(self, node: int, own_share: float) -> None:
+        """The first node to come moves the common point."""
+        if node not in self.waiting:
             return
-        self.z.grad = -self.in_flight
-        self.outer.step()
-        for node, f in enumerate(self.since_flight):
-            self.assign(node, self.z.detach() + own_share * f)
-        self.in_flight = None
+        if self.in_flight is not None:
+            self.z.grad = -self.in_flight
+            self.outer.step()
+            self.in_flight = None
+        self.waiting.remove(node)
+        self.assign(node, self.z.detach() + own_share * self.since_flight[node])
 
 
 def run(
@@ -124,9 +137,13 @@ def run(
 
     def next_turn(n: int) -> int:
         """Take steps up to the next one after which a part has its turn."""
-        k = period_at(case.periods[n % len(case.periods)], 0)
+        k = period_at(case.periods[n % len(case.periods)], starts[n])
         while True:
             local_step(n)
+            for piece in pieces:
+                if piece.due == steps[n]:
+                    piece.merge(n, case.own_share)
+            trace[n][-1] = values(models[n])
             if steps[n] - starts[n] == k:
                 starts[n] = steps[n]
                 return 0
@@ -139,16 +156,23 @@ def run(
         (part,) = {next_turn(n) for n in range(len(nodes))}
         piece = pieces[part]
         if case.name == "cocod":
-            piece.merge(case.own_share)
+            for n in range(len(nodes)):
+                piece.merge(n, case.own_share)
             piece.launch()
+            k = period_at(case.periods[0], starts[0])
+            piece.due = steps[0] + min(case.delay, k) if case.delay is not None else None
         else:
             piece.launch()
-            piece.merge(0.0)
+            for n in range(len(nodes)):
+                piece.merge(n, 0.0)
         for n, m in enumerate(models):
             trace[n][-1] = values(m)
         ended += part == 0
     for piece in pieces:
-        piece.merge(1.0)
+        for n in range(len(nodes)):
+            piece.merge(n, 1.0)
+            # What a merge inside the round left out has not been sent; no step is lost.
+            piece.assign(n, piece.z.detach() + piece.since_launch[n])
     finished = [sum((wi * p.detach() for wi, p in zip(w, row, strict=True)), torch.zeros(()))
                 for row in zip(*(m.parameters() for m in models), strict=True)]  # fmt: skip
     return [trace[i // case.node_size] for i in range(len(case.weights))], finished

@@ -9,6 +9,7 @@ import copy
 import math
 import struct
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +34,29 @@ def coded(codec: str, block: Tensor) -> Tensor:
     """Q of one block."""
     if codec == "bf16":
         return torch.tensor([as_bfloat16(v) for v in block.tolist()], dtype=block.dtype)
-    largest = torch.tensor(max(abs(v) for v in block.tolist()), dtype=torch.float32)
-    scale = torch.clamp(largest / 127, min=2.0**-126).to(block.dtype)
+    if codec.startswith("topk:"):
+        kept = sorted(range(len(block)), key=lambda i: -abs(float(block[i])))[: math.ceil(float(codec[5:]) * len(block))]
+        return torch.tensor([float(v) if i in kept else 0.0 for i, v in enumerate(block)], dtype=block.dtype)
+    largest = max(abs(v) for v in block.tolist())
+    if codec == "ternary":
+        mean = math.fsum(abs(v) for v in block.tolist()) / len(block)
+        scale = max(as_float32(min(largest, 1.9 * mean)), 2.0**-126)
+        signs = [0.0 if abs(v) <= scale / 2 else math.copysign(1, v) for v in block.tolist()]
+        return torch.tensor(signs, dtype=block.dtype) * scale
+    divided = torch.tensor(largest, dtype=block.dtype) / {"int8": 127, "int4": 7}[codec]
+    scale = max(as_float32(float(divided)), 2.0**-126)
     return torch.round(block / scale) * scale
 
 
-def cut(flat: Tensor, num_workers: int) -> list[list[Tensor]]:
-    """chunk -> blocks: one chunk per worker, each of equal blocks of at most 256 elements, filled up with zeros."""
+def cut(codec: str, flat: Tensor, num_workers: int) -> list[list[Tensor]]:
+    """chunk -> blocks: one chunk per worker, each of equal blocks of at most 256 elements, filled up with zeros.
+
+    The elements of a block are a multiple of 2 (int4) or 4 (ternary); topk takes a chunk as one block.
+    """
     share = math.ceil(flat.numel() / num_workers)
-    num_blocks = math.ceil(share / 256)
-    block = math.ceil(share / num_blocks)
+    num_blocks = 1 if codec.startswith("topk:") else math.ceil(share / 256)
+    multiple = {"int4": 2, "ternary": 4}.get(codec, 1)
+    block = math.ceil(share / num_blocks / multiple) * multiple
     chunk = num_blocks * block
     whole = torch.cat([flat, torch.zeros(num_workers * chunk - flat.numel(), dtype=flat.dtype)])
     return [[whole[j * chunk + b * block :][:block] for b in range(num_blocks)] for j in range(num_workers)]
@@ -53,7 +67,21 @@ def joined(chunks: Sequence[Sequence[Tensor]], size: int) -> Tensor:
 
 
 def coded_chunks(codec: str, flat: Tensor, num_workers: int) -> Tensor:
-    return joined([[coded(codec, block) for block in chunk] for chunk in cut(flat, num_workers)], flat.numel())
+    return joined([[coded(codec, block) for block in chunk] for chunk in cut(codec, flat, num_workers)], flat.numel())
+
+
+def weighted_mean(rows: Sequence[Tensor], w: Sequence[float]) -> Tensor:
+    """sum_i w_i x_i, formed with whole numbers and divided once.
+
+    Sums of codes are multiples of few numbers, so that scales of such sums lie on the border between two float32 now and
+    then: there the last bit of a sum matters.
+    """
+    whole = [Fraction(wi).limit_denominator(10_000) for wi in w]
+    denominator = math.lcm(*(wi.denominator for wi in whole))
+    total = torch.zeros_like(rows[0])
+    for wi, row in zip(whole, rows, strict=True):
+        total = total + int(wi * denominator) * row
+    return total / denominator
 
 
 class CodedMean:
@@ -70,10 +98,7 @@ class CodedMean:
         wanted = [(x - self.c) + e for x, e in zip(models, self.e, strict=True)]
         sent = [coded_chunks(self.codec, v, n) for v in wanted]
         self.e = [v - q for v, q in zip(wanted, sent, strict=True)]
-        total = torch.zeros_like(self.c)
-        for wi, q in zip(self.w, sent, strict=True):
-            total = total + wi * q
-        total = total + self.owned
+        total = weighted_mean(sent, self.w) + self.owned
         result = coded_chunks(self.codec, total, n)
         self.owned = total - result
         self.c = self.c + result

@@ -54,6 +54,7 @@ class Case:
     payload: str = "fp32"
     #: With an outer optimizer and a share of the own progress.
     has_anchor: bool = False
+    delay: int | None = None
 
     @property
     def setting(self) -> list[str]:
@@ -70,6 +71,7 @@ class Case:
             speeds,
             f"cluster.proportional={str(sampling).lower()}",
             *options,
+            *([] if self.delay is None else [f"algorithm.delay={self.delay}"]),
             *(["algorithm.own_share=0.75", "algorithm.outer.momentum=0.5"] if self.has_anchor else []),
         ]
 
@@ -147,7 +149,16 @@ def _baselines() -> Path:
 def baseline(case: Case) -> Path:
     output = _baselines()
     n = case.num_workers
-    parts = [case.algorithm, case.proportional, case.optimizer, n, case.workers_per_replica, case.payload, case.has_anchor]
+    parts = [
+        case.algorithm,
+        case.proportional,
+        case.optimizer,
+        n,
+        case.workers_per_replica,
+        case.payload,
+        case.has_anchor,
+        case.delay,
+    ]
     name = "-".join(["undisturbed", *map(str, parts)])
     if not (output / name / "summary.json").is_file():
         assert run_workers(n, worker, arguments(case, output, name), seconds=100, fresh=True) == [0] * n

@@ -31,22 +31,27 @@ def drawn_case(draw: random.Random) -> Case:
     node_size = draw.choice([1, 2])
     num_nodes = WORKERS // node_size
     fragments = draw.randint(1, 4)
+    periods: list[Any] = [draw.randint(fragments, 5) for _ in range(num_nodes if name == "asynlocal" else 1)]
+    if name != "asynlocal" and draw.random() < 0.3:
+        periods = [((0, periods[0]), (draw.randint(1, 7), draw.randint(fragments, 5)))]
+    longest = max(period if isinstance(period, int) else max(k for _, k in period) for period in periods)
     return Case(
         name=name,
-        periods=tuple(draw.randint(fragments, 5) for _ in range(num_nodes if name == "asynlocal" else 1)),
+        periods=tuple(periods),
         weights=tuple(1.0 if name == "asynlocal" else float(draw.randint(1, 9)) for _ in range(WORKERS)),
         fragments=fragments,
-        payload=draw.choice(["fp32", "bf16", "int8"]),
+        payload=draw.choice(["fp32", "fp32", "bf16", "int8", "int4", "ternary", "topk:0.2"]),
         own_share=draw.choice([1.0, 0.25, 0.0, 0.6]) if name == "cocod" else 1.0,
         outer=draw.choice(OUTERS),
         node_size=node_size,
         optimizer=draw.choice(["sgd", "momentum"]),
+        delay=draw.choice([None, draw.randint(1, longest)]) if name == "cocod" else None,
     )
 
 
 def algorithm_of(case: Case, node: int) -> Any:
     kind: Any = ALGORITHMS[case.name]
-    more = {"own_share": case.own_share} if case.name == "cocod" else {}
+    more = {"own_share": case.own_share, "delay": case.delay} if case.name == "cocod" else {}
     period = case.periods[node % len(case.periods)]
     return kind(period, payload=case.payload, fragments=case.fragments, outer=Outer(*case.outer), **more)
 
@@ -61,7 +66,7 @@ def train(rank: int, given: list[Case], evaluates: bool) -> Any:
         algorithm = algorithm_of(case, node)
         sync = attach(model, optimizer, algorithm, weight=case.weights[rank], inner=inner)
         trace = []
-        for step in range(ROUNDS * case.periods[node % len(case.periods)]):
+        for step in range(case.num_steps(node, ROUNDS)):
             optimizer.zero_grad()
             loops.loss_of(model, *loops.make_batch(rank, step)).backward()
             optimizer.step()

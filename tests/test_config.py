@@ -128,8 +128,24 @@ MISTAKES: list[tuple[str, str]] = [
         "algorithm.pull_back=0.5",
         "algorithm.pull_back=0.5: was removed because it discarded progress; use algorithm",
     ),
-    ("algorithm.payload=int4", "algorithm.payload=int4: is not supported by cocod; choose from fp32, bf16, int8"),
-    ("algorithm.payload=int8 + algorithm.name=pipe", "algorithm.payload=int8: is not supported by pipe; choose from fp32"),
+    (
+        "algorithm.payload=int5",
+        "algorithm.payload='int5' is unknown; choose from fp32, bf16, int8, int4, ternary, topk:SHARE",
+    ),
+    ("algorithm.payload=topk:0", "algorithm.payload='topk:0': the share must be above 0 and at most 1; use e.g. topk:0.01"),
+    ("algorithm.payload=topk:2", "algorithm.payload='topk:2': the share must be above 0 and at most 1; use e.g. topk:0.01"),
+    ("algorithm.payload=qsgd:4", "algorithm.payload='qsgd:4' is for gradients (ssgd, pipe); choose from fp32"),
+    (
+        "algorithm.payload=qsgd:1 + algorithm.name=ssgd",
+        "algorithm.payload='qsgd:1': the bits must be a whole number from 2 to 8",
+    ),
+    ("algorithm.delay=0", "algorithm.delay=0 must be from 1 to 5, the longest period; use 1"),
+    ("algorithm.delay=6", "algorithm.delay=6 must be from 1 to 5, the longest period; use 5"),
+    ("algorithm.delay=1.5", "algorithm.delay=1.5 is not an int; use delay=None to merge at the end of a round"),
+    (
+        "algorithm.delay=1 + algorithm.name=local",
+        "algorithm.delay=1: is not an option of local; set it to null, or use cocod",
+    ),
     ("algorithm.optimizer_state=reset + algorithm.name=ssgd", "is not supported by ssgd; choose from keep"),
     # an algorithm of one's own
     ("algorithm.name=nowhere:Mine", "algorithm.name=nowhere:Mine: cannot be imported (No module named 'nowhere')"),
@@ -144,7 +160,10 @@ MISTAKES: list[tuple[str, str]] = [
         "algorithm.name=tests.own_code:PulledSGD + algorithm.args={period: 3}",
         "algorithm.args.period=3: has its own setting; use algorithm.period",
     ),
-    ("algorithm.name=tests.own_code:PulledSGD + algorithm.payload=int8", "is not supported by tests.own_code:PulledSGD"),
+    (
+        "algorithm.name=tests.own_code:PulledSGD + algorithm.payload=int8",
+        "algorithm.payload=int8: is not an option of tests.own_code:PulledSGD",
+    ),
     (
         "algorithm.name=tests.own_code:PulledSGD + algorithm.args={pull: 2}",
         "tests.own_code:PulledSGD: pull=2",
@@ -172,6 +191,11 @@ MISTAKES: list[tuple[str, str]] = [
     ("schedule.epochs=0", "schedule.epochs=0: must be at least 1"),
     ("schedule.warmup_epochs=-1", "schedule.warmup_epochs=-1.0: must not be negative"),
     ("schedule.warmup_epochs=99", "is more than schedule.epochs=8"),
+    ("schedule.decay=linear", "schedule.decay=linear: unknown value; choose from epochs, cosine"),
+    (
+        "schedule.decay=cosine + schedule.decay_epochs=[3]",
+        "schedule.decay_epochs=[3]: is not used with schedule.decay=cosine",
+    ),
     ("schedule.decay_epochs=[8]", "schedule.decay_epochs[0]=8: is after the last epoch"),
     ("schedule.decay_epochs=[4,3]", "schedule.decay_epochs[1]=3: must be positive and in increasing order"),
     ("schedule.decay_epochs=[0]", "must be positive"),

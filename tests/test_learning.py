@@ -64,6 +64,13 @@ RUNS: dict[str, list[str]] = {
     "int8": [*TINY, "algorithm.name=cocod", *SAMPLED, "algorithm.payload=int8"],
     "bf16": [*TINY, "algorithm.name=local", "algorithm.payload=bf16", "precision=bf16"],
     "fragments": [*TINY, "algorithm.name=cocod", "algorithm.fragments=3", "algorithm.period=5"],
+    "delay": [*TINY, "algorithm.name=cocod", "algorithm.delay=2", "algorithm.fragments=2", "algorithm.period=5"],
+    "delay, reset": [*TINY, "algorithm.name=cocod", "algorithm.delay=1", "algorithm.optimizer_state=reset"],
+    "ternary": [*TINY, "algorithm.name=cocod", *SAMPLED, "algorithm.payload=ternary", "algorithm.period=1"],
+    "topk": [*TINY, "algorithm.name=cocod", "algorithm.payload=topk:0.05", "algorithm.delay=1"],
+    "ssgd, int4": [*TINY, "algorithm.name=ssgd", *SAMPLED, "algorithm.payload=int4"],
+    "ssgd, terngrad": [*TINY, "algorithm.name=ssgd", "algorithm.payload=terngrad", "seed=3"],
+    "pipe, qsgd": [*TINY, "algorithm.name=pipe", "algorithm.payload=qsgd:4"],
     "own data": [*OWN, "algorithm.name=cocod", "algorithm.optimizer_state=reset"],
     "own data, ssgd": [*OWN, "algorithm.name=ssgd"],
 }
@@ -282,7 +289,7 @@ def test_an_exchange_gives_everybody_what_every_owner_made_of_its_row() -> None:
             assert incoming[:, 0].tolist() == [rank, 10 + rank, 20 + rank]
             rows[rank] = 100 + rank
 
-        return Exchange(rows, incoming, combine, rows, rows.numel())
+        return Exchange(rows, incoming, combine, rows, rows, rows.numel())
 
     parts = [part(rank) for rank in range(size)]
     handles = [group.member(rank).exchange([parts[rank]]) for rank in range(size)]
@@ -312,7 +319,7 @@ def test_workers_that_bring_different_things_are_told(other: list[Tensor]) -> No
     group = InProcessGroup(2)
     group.member(0).launch([torch.ones(2)])
     with pytest.raises(RuntimeError, match="worker 1 starts an exchange of"):
-        group.member(1).exchange([Exchange(torch.ones(2), torch.ones(2), lambda: None, torch.ones(2), 8)])
+        group.member(1).exchange([Exchange(torch.ones(2), torch.ones(2), lambda: None, torch.ones(2), torch.ones(2), 8)])
 
 
 # -------------------------------------------------------------------------------------------------- memory

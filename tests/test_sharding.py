@@ -236,6 +236,15 @@ def test_the_learning_rate_warms_up_step_by_step_and_decays() -> None:
     assert learning_rate(0, 0.01, 0.16, 0, [], 0.1) == 0.16
 
 
+def test_the_learning_rate_follows_half_a_cosine() -> None:
+    def rate(epoch: float) -> float:
+        return learning_rate(epoch, 0.01, 0.16, warmup_epochs=2, decay_epochs=[], decay_factor=0.1, cosine_until=12)
+
+    assert [rate(0), rate(1), rate(2)] == pytest.approx([0.01, 0.085, 0.16])
+    assert [rate(7), rate(12)] == pytest.approx([0.08, 0.0])
+    assert rate(4.5) == pytest.approx(0.16 * (1 + math.sqrt(0.5)) / 2)
+
+
 def test_epochs_become_steps() -> None:
     assert period_in_steps([(0, 1), (10, 5)], [97] * 120) == [(0, 1), (970, 5)]
     assert period_in_steps([(0, 1), (2, 5)], [4, 4, 20]) == [(0, 1), (8, 5)]

@@ -68,6 +68,7 @@ def together(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
         part_seconds=draw(st.lists(seconds, min_size=fragments, max_size=fragments)),
         final_seconds=draw(seconds),
         interference=draw(st.sampled_from([0.0, 0.25, 0.9]) | st.floats(0, 0.95)),
+        delay=draw(st.none() | st.integers(1, max(k for _, k in pairs))) if name == "cocod" else None,
     )
     return setting, [pairs] * workers, steps
 
@@ -120,6 +121,7 @@ def timeline_of(setting: reference_clock.Setting, pairs: list[list[tuple[int, in
         ),
         times=side_by_side(setting),
         fragments=len(setting.part_seconds),
+        delay=setting.delay,
         interference=setting.interference,
     )
     return Timeline(course, steps, sample=SpanSample(list(ranks), range(10**6))).run()
@@ -639,11 +641,11 @@ def test_the_command_takes_algorithms_workers_and_steps(tmp_path: Path, capsys: 
     assert not list((tmp_path / "out").glob("*/spans/*"))
     assert cli.main([*base, "algorithm.name=local"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:4]] == ["local"]
-    assert cli.main([*base, "cluster.proportional=true", "algorithm.payload=int8", "name=mine"]) == 0
+    assert cli.main([*base, "cluster.proportional=true", "algorithm.fragments=2", "name=mine"]) == 0
     both = capsys.readouterr()
     assert [line.split()[0] for line in both.out.splitlines()[3:5]] == ["local", "cocod"]
     assert [line.split(":")[1].split("=")[0].strip() for line in both.err.splitlines()] == [
-        "algorithm.payload", "algorithm.payload", "cluster.proportional"
+        "algorithm.fragments", "algorithm.fragments", "cluster.proportional"
     ]  # fmt: skip
     assert (tmp_path / "out" / "mine-cocod").is_dir()
 

@@ -5,9 +5,12 @@ A driver calls, for one worker:
     method = algorithm.bind(replica)      # a copy with state of its own; the user's object is never changed
     method.start(equal)                   # equal: all workers begin with the same parameters
     repeat:
-        method.reduce(bucket)             # only if ``reduces_gradients``: for each bucket of a backward,
-        method.complete(buckets)          # and once when all of them are there
+        method.reduce(bucket)             # only if ``reduces_gradients``: for each bucket of a backward;
+        method.send(buckets)              # once when all of them are there: start what must travel,
+        method.complete(buckets)          # and complete it
         (optimizer step)
+        where a part's mean is merged before its next launch (``RoundClock.take_merges``, if there is a ``delay``):
+            method.merge(part)
         at a round end:
             method.launch()               # take in what was started one round ago, start what must travel now
             method.land()                 # complete what must be complete before the next step
@@ -31,6 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms.rounds import Period, PeriodLike, check_fragments
+from cocod_accel.averaging.codecs import check_payload
 from cocod_accel.averaging.replica import Replica
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Outer, Rule, check_outer
@@ -56,19 +60,19 @@ class Algorithm:
     #: True: weights must be equal.
     needs_equal_weights: ClassVar[bool] = False
     #: Why the optimizer may not be stepped by a GradScaler, in words; empty: it may.
-    refuses_scaler: ClassVar[str] = ""
+    refuses_scaler: str = ""
     #: True: floating buffers, and optimizer state that is averaged, travel with the models of a round.
     sends_buffers: ClassVar[bool] = False
     #: What may become of momentum and other optimizer state when a model is merged.
     optimizer_policies: ClassVar[tuple[str, ...]] = ("keep", "reset")
-    #: How models may travel in rounds.
-    payloads: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "int8")
     #: Options that must be the same on every worker, beside the period; each is an attribute and an argument.
     options: ClassVar[dict[str, Any]] = {
-        "payload": "fp32", "fragments": 1, "own_share": 1.0, "outer": Outer(), "optimizer_state": "keep",
+        "delay": None, "payload": "fp32", "fragments": 1, "own_share": 1.0, "outer": Outer(), "optimizer_state": "keep",
     }  # fmt: skip
 
     replica: Replica
+    #: Steps after which a mean is merged; None: at the end of its round.
+    delay: int | None = None
     #: The part of its own steps since a launch that a worker keeps when the mean arrives.
     own_share: float = 1.0
 
@@ -83,10 +87,9 @@ class Algorithm:
     ) -> None:
         self.period = Period.parse(period)
         self._check_choice("optimizer_state", optimizer_state, self.optimizer_policies)
-        self._check_choice("payload", payload, self.payloads)
         self.optimizer_state = optimizer_state
-        #: How parameters are written on the wire.
-        self.payload = payload
+        #: How parameters, or gradients, are written on the wire.
+        self.payload = check_payload(payload, gradients=self.reduces_gradients)
         #: Parts that a model is sent in, one after the other in a round.
         self.fragments = check_fragments(fragments, self.period)
         #: What moves the point that all workers share.
@@ -140,12 +143,19 @@ class Algorithm:
     def land(self, part: int = 0) -> None:
         """Complete what must be complete before the next step."""
 
+    def merge(self, part: int) -> None:
+        """Take in the mean of a part inside its round, if there is a ``delay``."""
+        self.replica.merge(part)
+
     def drain(self) -> None:
         """Merge or drop what is in flight, because the run stops here for a while."""
         self.replica.settle()
 
     def reduce(self, bucket: Bucket) -> None:
         """One more bucket of this backward is ready; its tensors belong to the algorithm until :meth:`complete`."""
+
+    def send(self, buckets: list[Bucket]) -> None:
+        """All buckets of this backward are ready: start what has not been started."""
 
     def complete(self, buckets: list[Bucket]) -> None:
         """All buckets of this backward are ready: on return each holds what the optimizer is to use."""

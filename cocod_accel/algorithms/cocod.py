@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cocod_accel.algorithms.base import Algorithm
-from cocod_accel.algorithms.rounds import PeriodLike
+from cocod_accel.algorithms.rounds import PeriodLike, check_delay
 from cocod_accel.averaging.rules import Outer, check_own_share
 
 
@@ -19,10 +19,11 @@ class CoCoDSGD(Algorithm):
 
     and the next round starts at once. With equal starting points the first mean is known and is not sent.
 
-    ``payload``: bf16 or int8 instead of fp32 (:mod:`cocod_accel.averaging.codecs`). ``fragments=P``: the parameters are cut
+    ``delay=d``: the mean is merged after d steps instead of k, so that workers drift apart for d + k steps instead of 2 k.
+    ``payload``: a shorter code than fp32 (:mod:`cocod_accel.averaging.codecs`). ``fragments=P``: the parameters are cut
     into P parts, and for part p all of this happens floor(p k / P) steps later in every round, so that a link carries a P-th
     of the model P times a round. ``own_share=a`` and ``outer=Outer(...)`` change the merge to
-    x_{t+k}^i <- z + a (x_{t+k}^i - x_t^i), where z follows the means (:mod:`cocod_accel.averaging.rules`).
+    x_{t+d}^i <- z + a (x_{t+d}^i - x_t^i), where z follows the means (:mod:`cocod_accel.averaging.rules`).
     """
 
     name: ClassVar[str] = "cocod"
@@ -31,6 +32,7 @@ class CoCoDSGD(Algorithm):
         self,
         period: PeriodLike,
         *,
+        delay: int | None = None,
         payload: str = "fp32",
         fragments: int = 1,
         own_share: float = 1.0,
@@ -38,6 +40,7 @@ class CoCoDSGD(Algorithm):
         optimizer_state: str = "keep",
     ) -> None:
         super().__init__(period, payload=payload, fragments=fragments, outer=outer, optimizer_state=optimizer_state)
+        self.delay = check_delay(delay, self.period)
         self.own_share = check_own_share(own_share)
 
     def start(self, equal: bool) -> None:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from cocod_accel.algorithms.base import Algorithm, Bucket
-from cocod_accel.averaging.flat import FlatCopy, as_real
+from cocod_accel.algorithms.base import Bucket
+from cocod_accel.algorithms.ssgd import GradientAlgorithm, gradients_of
+from cocod_accel.averaging.flat import FlatCopy
+from cocod_accel.averaging.gradients import fill
 from cocod_accel.averaging.replica import Replica
 from cocod_accel.comm.handles import Handle
 
 
-class PipeSGD(Algorithm):
+class PipeSGD(GradientAlgorithm):
     """Pipelined SGD with staleness 1 (Li et al. 2018)::
 
         .grad of step t  <-  sum_j w_j g_{t-1}^j       (zero at t = 0)
 
     The last bucket of backward t starts the sum of g_t and waits for that of g_{t-1}, which stands in ``.grad`` when
-    backward returns. Gradients are kept by parameter, because DDP rebuilds its buckets after the first backward.
+    backward returns. Gradients are kept by parameter, because DDP rebuilds its buckets after the first backward. A coded
+    ``payload`` (:mod:`cocod_accel.averaging.codecs`) is sent once the sum before has arrived.
     """
 
     name: ClassVar[str] = "pipe"
-    reduces_gradients: ClassVar[bool] = True
-    optimizer_policies: ClassVar[tuple[str, ...]] = ("keep",)
-    payloads: ClassVar[tuple[str, ...]] = ("fp32",)
-    refuses_scaler: ClassVar[str] = (
+    refuses_scaler = (
         "PipeSGD delays gradients by a step, so a GradScaler would divide them by another step's scale; use bf16 autocast"
     )
 
@@ -36,31 +36,24 @@ class PipeSGD(Algorithm):
     _is_delivered: bool  # since the last attempt
     _is_kept: bool  # by a module without DDP, since the last attempt
 
-    def __init__(self) -> None:
-        super().__init__(period=1)
-
-    def __repr__(self) -> str:
-        return "PipeSGD()"
-
     def bind(self, replica: Replica) -> Self:
         bound = super().bind(replica)
         bound._previous = bound._spare = bound._handle = None
         bound._is_delivered = bound._is_kept = False
         return bound
 
-    def start(self, equal: bool) -> None:
-        if not equal:
-            self.replica.equalise()
-
     @torch.no_grad()
     def complete(self, buckets: list[Bucket]) -> None:
-        pairs = [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.gradients, strict=True)]
-        gradients = self._keep(dict(pairs))
+        gradients = self._keep(gradients_of(buckets))
         assert self._spare is not None
-        for buffer in self._spare.buffers:
-            self.replica.route.weights.scale_gradient_(buffer)
-        handle = self.replica.route.comm.launch(self._spare.buffers)
-        self._take_in()
+        if self._coder is None:
+            for buffer in self._spare.buffers:
+                self.replica.route.weights.scale_gradient_(buffer)
+            handle = self.replica.route.comm.launch(self._spare.buffers)
+            self._take_in()
+        else:  # its bytes are in use until the one before has arrived
+            self._take_in()
+            handle = self._coder.launch(self._spare)
         self._deliver(gradients)
         self._previous, self._spare, self._handle = self._spare, self._previous, handle
 
@@ -103,16 +96,20 @@ class PipeSGD(Algorithm):
         self._previous = self._spare = None
         self._is_delivered = self._is_kept = False
 
-    def state(self) -> list[Tensor] | None:
+    def state(self) -> Any:
         self._wait()
-        return None if self._previous is None else self._previous.clone_buffers()
+        previous = None if self._previous is None else self._previous.clone_buffers()
+        return previous if self._coder is None else {"previous": previous, **self._coder.state()}
 
-    def load_state(self, state: list[Tensor] | None) -> None:
+    def load_state(self, state: Any) -> None:
         self._wait()
         loaded = None
-        if state is not None:
+        if self._coder is not None:
+            self._coder.load(state)
+        previous = state["previous"] if isinstance(state, dict) else state
+        if previous is not None:
             loaded = FlatCopy(self.replica.parameters)
-            loaded.fill(state)
+            loaded.fill(previous)
         self._previous, self._spare = loaded, None
         self._is_delivered = self._is_kept = False
 
@@ -126,13 +123,7 @@ class PipeSGD(Algorithm):
         """Copy this step's gradients; those of parameters that were trainable at attach."""
         if self._spare is None:
             self._spare = FlatCopy(self.replica.parameters)
-        ours = {p: as_real(g) for p, g in gradients.items() if p in self._spare.views}
-        missing = [parameter for parameter in self._spare.views if parameter not in ours]
-        for parameter in missing:  # no gradient this time
-            self._spare.views[parameter].zero_()
-        if ours:
-            torch._foreach_copy_([self._spare.views[parameter] for parameter in ours], list(ours.values()))
-        return ours
+        return fill(self._spare, gradients)
 
     def _deliver(self, gradients: dict[Tensor, Tensor]) -> None:
         """Put the previous step's gradients in the place of this step's."""
@@ -146,9 +137,12 @@ class PipeSGD(Algorithm):
         """Wait, and count what was sent; not when a state is saved, which must not change a count."""
         self._wait()
         if self._previous is not None:
-            self.replica.route.traffic.num_bytes += self.replica.route.comm.sent_bytes(self._previous.buffers)
+            comm, traffic = self.replica.route.comm, self.replica.route.traffic
+            traffic.num_bytes += comm.sent_bytes(self._previous.buffers) if self._coder is None else self._coder.num_bytes
 
     def _wait(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             self.replica.route.traffic.wait_for([handle])
+            if self._coder is not None and self._previous is not None:
+                self._coder.decode(self._previous)

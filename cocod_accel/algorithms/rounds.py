@@ -73,11 +73,30 @@ def fragment_offsets(period: int, fragments: int) -> list[int]:
     return [part * period // fragments for part in range(fragments)]
 
 
-class RoundClock:
-    """Counts attempted steps and says which of them ends a round."""
+def check_delay(delay: object, period: Period) -> int | None:
+    """After how many steps a mean is merged, at most; None: at the end of its round."""
+    if delay is None:
+        return None
+    longest = max(steps for _, steps in period.schedule)
+    if not _is_int(delay):
+        raise TypeError(f"delay={delay!r} is not an int; use delay=None to merge at the end of a round")
+    assert isinstance(delay, int)
+    if not 1 <= delay <= longest:
+        raise ValueError(f"delay={delay} must be from 1 to {longest}, the longest period; use {min(max(1, delay), longest)}")
+    return delay
 
-    def __init__(self, period: Period) -> None:
+
+class RoundClock:
+    """Counts attempted steps and says which of them ends a round, and where a mean under way is merged.
+
+    ``delay``: a mean is merged this many steps after its launch, at most a round; None: when its part is launched again.
+    """
+
+    def __init__(self, period: Period, delay: int | None = None) -> None:
         self.period = period
+        self.delay = delay
+        #: part -> the attempt after which its mean is merged; only what is under way, and only if there is a delay.
+        self.due: dict[int, int] = {}
         self.attempts = 0
         self.rounds = 0
         self.start = 0
@@ -100,6 +119,20 @@ class RoundClock:
         offsets = fragment_offsets(self.period.at(self.start), fragments)
         return [part for part, offset in enumerate(offsets) if offset == self.attempts - self.start]
 
+    def launched(self, part: int) -> None:
+        """The mean of a part has been started."""
+        if self.delay is not None:
+            self.due[part] = self.attempts + min(self.delay, self.period.at(self.start))
+
+    def take_merges(self) -> list[int]:
+        """The parts whose mean is to be merged after the step that was last counted."""
+        merges = [part for part, attempt in self.due.items() if attempt <= self.attempts]
+        for part in merges:
+            del self.due[part]
+        return merges
+
     def restart(self) -> None:
-        """Start a round here, whatever is left of the one under way."""
+        """Start a round here, whatever is left of the one under way. Nothing travels any more."""
         self.start = self.attempts
+        self.due = {}
+        self.launched(0)  # the mean that all workers hold is known, and is merged like any other: without effect

@@ -1,268 +1,423 @@
-"""What travels instead of float32: bfloat16 or int8 of the change since the last common point, with error feedback.
+"""How numbers are written on the wire: fewer bits for each of them, or only the largest.
 
-With c the last point that all workers hold (:mod:`cocod_accel.averaging.rules`), y_i what worker i would send in full, e_i
-what its rounding dropped so far, and E_j what the owner of chunk j dropped so far, one average is::
+A codec is a function on blocks, which are the rows of a tensor; encoding also tells what is dropped. With s the scale of a
+block, in float32:
 
-    worker i:           v_i = (y_i - c) + e_i          sends q_i = Q(v_i), chunk j to worker j;     e_i <- v_i - q_i
-    owner of chunk j:   s   = sum_i w_i q_i + E_j      sends r = Q(s) to all;                       E_j <- s - r
-    everybody:          mean = c + r
+==============  ==================================================================================================
+``bf16``        the nearest bfloat16
+``int8``        the nearest multiple of s = max |v| / 127; 8 bits each
+``int4``        the nearest multiple of s = max |v| / 7; 4 bits each
+``ternary``     the nearest of -s, 0 and s, where s = min(max |v|, 1.9 mean |v|); 2 bits each
+``topk:SHARE``  the ceil(SHARE x chunk) largest of a chunk as they are, with their places; the others are 0
+``qsgd:BITS``   s = ||v||_2 / (2^(BITS - 1) - 1); v / s is rounded up or down at random, so that its mean is v / s
+``terngrad``    of a tensor, clipped at 2.5 standard deviations: -s, 0 or s with s = max |v| at random, with mean v
+==============  ==================================================================================================
 
-Everybody adds the same r to the same c, the owner too, so the mean is the same to the bit on all workers. Chunks go to
-their owners and results come back from them, so a worker sends 2 (N - 1) / N of the coded payload, as in a ring, at any N.
-
-Where workers share nodes, worker p of a node does this for the p-th shard of the model, with its peers on the other nodes,
-and the node gathers the coded results.
-
-Q is a pure function on blocks. ``bf16`` rounds to the nearest bfloat16. ``int8`` rounds to the nearest multiple of
-scale = max |v| / 127 of its block, with scale in float32.
+The first five drop what they round off, so it is kept and sent later (:mod:`cocod_accel.averaging.coder`). The last two are
+unbiased instead, and for gradients only: QSGD (Alistarh et al. 2017) and TernGrad (Wen et al. 2017).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.header import ROW_BYTES, Header, any_vote
-from cocod_accel.comm.handles import Communicator, Exchange, Handle
-
-#: Elements that share a scale, at most. A scale is 4 bytes: 1.6% of its block.
-MAX_BLOCK = 256
-# Coded in pieces of about this many elements on CPU, so that the passes over a piece find it in the cache.
-_CPU_TILE = 1 << 16
+# Below the normal numbers a scale itself would be rounded too coarsely; zeros are zeros with any scale.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class Codec:
-    """How numbers are written: as codes of a narrow type, with or without a scale per block."""
+class Work:
+    """Two tensors like the blocks, to work in; and the number of the chunk that the blocks are of."""
 
-    dtype: torch.dtype
-    has_scales: bool
-
-    def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, seen: Tensor) -> None:
-        """blocks (a row each) -> codes and scales; ``seen`` becomes Q(blocks), which is what decoding them gives."""
-        if not self.has_scales:
-            codes.copy_(blocks)
-            seen.copy_(codes)
-            return
-        scales.copy_(torch.amax(torch.abs(blocks, out=seen), dim=-1))  # ten times as fast as the norm, or as aminmax
-        # Not below the normal numbers, where a scale itself would be rounded too coarsely; zeros are zeros with any scale.
-        scales.div_(127).clamp_(min=_SMALLEST_SCALE)
-        codes.copy_(torch.div(blocks, scales.unsqueeze(-1), out=seen).round_())
-        seen.mul_(scales.unsqueeze(-1))
-
-    def decode_(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """codes and scales -> the numbers they stand for."""
-        out.copy_(codes)
-        if self.has_scales:
-            out.mul_(scales.unsqueeze(-1))
-
-
-CODECS = {"bf16": Codec(torch.bfloat16, has_scales=False), "int8": Codec(torch.int8, has_scales=True)}
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Blocks of one chunk, and the elements they hold."""
-
+    first: Tensor
+    second: Tensor
     row: int
-    blocks: slice
-    start: int
-    stop: int
+
+
+class Codec:
+    """One way of writing numbers. Gradients of one worker use one object, because it may draw random numbers."""
+
+    #: Elements that share a scale, at most; None: a whole chunk is one block.
+    max_block: int | None = 256
+    #: The elements of a block are a multiple of this.
+    multiple: int = 1
+    #: What is rounded off is kept and sent later.
+    has_feedback: ClassVar[bool] = True
+    #: The owner of a chunk sends the mean in full.
+    sends_mean_in_full: ClassVar[bool] = False
+    #: Type of the codes.
+    dtype: torch.dtype = torch.uint8
+
+    def num_scales(self, num_blocks: int) -> int:
+        """Of a chunk."""
+        return num_blocks
+
+    def num_codes(self, block: int, itemsize: int) -> int:
+        """Of a block of so many numbers of ``itemsize`` bytes each."""
+        raise NotImplementedError
+
+    def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
+        """blocks -> codes and scales; ``dropped`` <- blocks less what decoding gives."""
+        raise NotImplementedError
+
+    def decode_(self, codes: Tensor, scales: Tensor, out: Tensor, work: Work) -> None:
+        """codes and scales -> the numbers they stand for, the same to the bit on every worker."""
+        raise NotImplementedError
+
+    def add_(self, codes: Tensor, scales: Tensor, total: Tensor, factor: float, work: Work) -> None:
+        """``total`` += ``factor`` times the numbers they stand for."""
+        self.decode_(codes, scales, work.first, work)
+        total.add_(work.first, alpha=factor)
+
+    def prepare(self, values: Tensor, key: tuple[int, ...]) -> None:
+        """Before all blocks of ``values`` are encoded; ``key``: where random numbers begin."""
+
+
+class Plain(Codec):
+    """Numbers of a type of their own, without scales."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def num_scales(self, num_blocks: int) -> int:
+        return 0
+
+    def num_codes(self, block: int, itemsize: int) -> int:
+        return block
+
+    def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
+        codes.copy_(blocks)
+        if dropped is not None:
+            torch.sub(blocks, codes, out=dropped)
+
+    def decode_(self, codes: Tensor, scales: Tensor, out: Tensor, work: Work) -> None:
+        out.copy_(codes)
+
+    def add_(self, codes: Tensor, scales: Tensor, total: Tensor, factor: float, work: Work) -> None:
+        total.add_(codes, alpha=factor)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A flat buffer in one shard for each worker of a node, a shard in one chunk for each node, a chunk in equal blocks.
+class Packing:
+    """Integers from -levels to levels, several to a byte.
 
-    Chunks are the rows of what travels, numbered through all shards. The end is filled up with zeros.
+    Where 8 is a multiple of the bits, a block is cut into as many parts as a byte holds numbers, and byte i holds number i
+    of each part, so that packing is a few passes over contiguous memory: with two numbers, byte = first + 16 second. All of
+    it is computed in floating point, where a pass is much faster than one of shifts. Other widths pack 8 numbers into
+    ``bits`` bytes.
     """
 
-    num_elements: int
-    num_workers: int
-    num_shards: int = 1
+    bits: int
 
     @property
-    def num_blocks(self) -> int:
-        """Of one chunk."""
-        return max(1, math.ceil(self._share / MAX_BLOCK))
+    def levels(self) -> int:
+        return (1 << (self.bits - 1)) - 1
 
     @property
-    def block(self) -> int:
-        """Elements of one block: as even as can be, so that less than one element a block is filled up."""
-        return max(1, math.ceil(self._share / self.num_blocks))
+    def multiple(self) -> int:
+        return 8 // self.bits if 8 % self.bits == 0 else 8
 
-    @property
-    def chunk(self) -> int:
-        return self.block * self.num_blocks
+    def num_codes(self, block: int) -> int:
+        return block * self.bits // 8
 
-    @property
-    def num_rows(self) -> int:
-        return self.num_shards * self.num_workers
+    def pack_(self, numbers: Tensor, codes: Tensor, spare: Tensor) -> None:
+        """``numbers``: whole, in a floating type."""
+        if 8 % self.bits:
+            self._pack_words_(numbers, codes)
+            return
+        total = numbers
+        if self.multiple > 1:
+            first, second, *others = numbers.chunk(self.multiple, dim=-1)
+            total = spare[..., : first.shape[-1]]
+            torch.add(first, second, alpha=1 << self.bits, out=total)
+            for place, part in enumerate(others, 2):
+                total.add_(part, alpha=1 << place * self.bits)
+        codes.view(torch.int8).copy_(total)
 
-    @property
-    def _share(self) -> int:
-        return math.ceil(self.num_elements / self.num_rows)
+    def unpack_(self, codes: Tensor, out: Tensor, spare: Tensor) -> None:
+        if 8 % self.bits:
+            self._unpack_words_(codes, out)
+            return
+        signed = codes.view(torch.int8)
+        if self.multiple == 1:
+            out.copy_(signed)
+            return
+        parts = out.chunk(self.multiple, dim=-1)
+        rest = spare[..., : parts[0].shape[-1]]
+        rest.copy_(signed)
+        for place in range(self.multiple - 1, 0, -1):
+            # All lower numbers together are less than half of this place.
+            weight = 1 << place * self.bits
+            torch.mul(rest, 1 / weight, out=parts[place]).round_()
+            torch.sub(rest, parts[place], alpha=weight, out=rest if place > 1 else parts[0])
 
-    def rows_of(self, shard: int) -> range:
-        return range(shard * self.num_workers, (shard + 1) * self.num_workers)
+    def _pack_words_(self, numbers: Tensor, codes: Tensor) -> None:
+        parts = numbers.chunk(8, dim=-1)
+        words = torch.zeros_like(parts[0], dtype=torch.int64)
+        for place, part in enumerate(parts):
+            words |= (part.nan_to_num(0.0).to(torch.int64) + self.levels) << (place * self.bits)
+        octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 8))
+        codes.copy_(octets[..., : self.bits].flatten(-2))
 
-    def elements_of(self, shard: int) -> slice:
-        """The stretch of the buffer that a shard holds; the last ones may be short, or empty."""
-        length = self.num_workers * self.chunk
-        return slice(min(shard * length, self.num_elements), min((shard + 1) * length, self.num_elements))
-
-    def tiles(self, limit: int) -> Iterator[Tile]:
-        """All elements in order, in tiles of one chunk and at most ``limit`` elements, but at least a block."""
-        step = max(1, limit // self.block)
-        for row in range(self.num_rows):
-            for first in range(0, self.num_blocks, step):
-                start = row * self.chunk + first * self.block
-                last = min(first + step, self.num_blocks)
-                stop = min(row * self.chunk + last * self.block, self.num_elements)
-                if start < stop:
-                    yield Tile(row, slice(first, last), start, stop)
-
-    def row_bytes(self, codec: Codec) -> int:
-        """What a chunk takes when it is coded, scales and filling included, its header not."""
-        scales = 4 * self.num_blocks if codec.has_scales else 0
-        # Rows begin at multiples of 4 bytes, because their scales do.
-        return math.ceil((scales + self.chunk * codec.dtype.itemsize) / 4) * 4
-
-
-class Wire:
-    """Chunks as bytes, a row each: first the header, then the scales, then the codes."""
-
-    def __init__(self, codec: Codec, layout: Layout, num_rows: int, device: torch.device) -> None:
-        first = ROW_BYTES + (4 * layout.num_blocks if codec.has_scales else 0)
-        end = first + layout.chunk * codec.dtype.itemsize
-        self.bytes = torch.zeros(num_rows, ROW_BYTES + layout.row_bytes(codec), dtype=torch.uint8, device=device)
-        self.headers = self.bytes[:, :ROW_BYTES].view(torch.int32)
-        self.scales = self.bytes[:, ROW_BYTES:first].view(torch.float32)
-        self.codes = self.bytes[:, first:end].view(codec.dtype).unflatten(1, (layout.num_blocks, layout.block))
-
-
-def coded_bytes(name: str, num_elements: int, num_workers: int, num_shards: int = 1) -> int:
-    """What the workers of a node together hand to the link for a flat buffer; headers are not counted."""
-    layout = Layout(num_elements, num_workers, num_shards)
-    return layout.num_rows * layout.row_bytes(CODECS[name])
+    def _unpack_words_(self, codes: Tensor, out: Tensor) -> None:
+        octets = codes.unflatten(-1, (-1, self.bits))
+        words = torch.zeros(*octets.shape[:-1], dtype=torch.int64, device=codes.device)
+        for place in range(self.bits):
+            words |= octets[..., place].to(torch.int64) << (8 * place)
+        for place, part in enumerate(out.chunk(8, dim=-1)):
+            part.copy_((words >> (place * self.bits)) & ((1 << self.bits) - 1))
+        out.sub_(self.levels)
 
 
-class Coder:
-    """One worker's coded averages of one flat buffer: what rounding has dropped so far, and the bytes on their way.
+class Scaled(Codec):
+    """The nearest multiple of a scale per block."""
 
-    The common point c is the caller's: it is passed in, and never written here.
-    """
+    def __init__(self, bits: int) -> None:
+        self.packing = Packing(bits)
+        self.multiple = self.packing.multiple
 
-    def __init__(self, name: str, like: Tensor, comm: Communicator) -> None:
-        self._codec, self._rank, self._shard = CODECS[name], comm.rank, comm.shard_index
-        self.layout = Layout(like.numel(), comm.size, comm.num_shards)
-        self._own = self.layout.elements_of(self._shard)
-        #: e, of this worker's shard.
-        self.residual = like.new_zeros(self._own.stop - self._own.start)
-        #: E, of the chunk that this worker owns.
-        self.owned_residual = like.new_zeros(self.layout.chunk)
-        self._outgoing = Wire(self._codec, self.layout, comm.size, like.device)
-        self._incoming = Wire(self._codec, self.layout, comm.size, like.device)
-        #: All shards of the node.
-        self._results = self._outgoing
-        if comm.num_shards > 1:
-            self._results = Wire(self._codec, self.layout, self.layout.num_rows, like.device)
-        limit = _CPU_TILE if like.device.type == "cpu" else self.layout.chunk
-        self._tiles = list(self.layout.tiles(limit))
-        largest = max((tile.blocks.stop - tile.blocks.start for tile in self._tiles), default=1)
-        self._scratch = like.new_empty(2, largest, self.layout.block)
+    def num_codes(self, block: int, itemsize: int) -> int:
+        return self.packing.num_codes(block)
 
-    @property
-    def num_bytes(self) -> int:
-        """What travels for one average: all rows of this worker's shard."""
-        return self.layout.num_workers * self.layout.row_bytes(self._codec)
+    def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
+        numbers, column = work.first, scales.unsqueeze(-1)
+        self._set_scales(torch.abs(blocks, out=numbers), scales)
+        torch.div(blocks, column, out=numbers)
+        self._round_(numbers, work.second)
+        self.packing.pack_(numbers, codes, work.second)
+        if dropped is not None:
+            torch.addcmul(blocks, numbers, column.to(blocks.dtype), value=-1, out=dropped)
 
-    def clear(self) -> None:
-        """An exact mean has been taken: nothing is owed any more."""
-        self.residual.zero_()
-        self.owned_residual.zero_()
+    def decode_(self, codes: Tensor, scales: Tensor, out: Tensor, work: Work) -> None:
+        self.packing.unpack_(codes, out, work.second)
+        # Multiplied and added one after the other, because a fused step is not rounded in the same way on every machine.
+        out.mul_(scales.unsqueeze(-1))
 
-    def encode(self, values: Tensor, centre: Tensor, header: Header) -> None:
-        """Q((y - c) + e) -> bytes; e <- what is dropped."""
-        header.write_rows(self._outgoing.headers)
-        first_row = self.layout.rows_of(self._shard).start
-        for tile in self._own_tiles():
-            wanted, seen = self._two(tile)
-            part, size = slice(tile.start, tile.stop), tile.stop - tile.start
-            owed = self.residual[tile.start - self._own.start : tile.stop - self._own.start]
-            held = wanted.view(-1)[:size]
-            torch.sub(values[part], centre[part], out=held).add_(owed)
-            wanted.view(-1)[size:].zero_()
-            self._code(self._outgoing, tile.row - first_row, tile.blocks, wanted, seen)
-            torch.sub(held, seen.view(-1)[:size], out=owed)
+    def add_(self, codes: Tensor, scales: Tensor, total: Tensor, factor: float, work: Work) -> None:
+        self.packing.unpack_(codes, work.first, work.second)
+        total.addcmul_(work.first, scales.unsqueeze(-1).to(total.dtype), value=factor)
 
-    def exchange(self, factors: tuple[float, ...], total: float) -> Exchange:
-        @torch.no_grad()
-        def combine() -> None:
-            self.combine(factors, total)
+    def _set_scales(self, magnitudes: Tensor, scales: Tensor) -> None:
+        """``magnitudes`` may be used up."""
+        # Divided before it is rounded to float32: what is a multiple of a scale already has that scale again.
+        largest = torch.amax(magnitudes, dim=-1)  # ten times as fast as the norm, or as aminmax
+        scales.copy_(largest.div_(self.packing.levels)).clamp_(min=_SMALLEST_SCALE)
 
-        return Exchange(self._outgoing.bytes, self._incoming.bytes, combine, self._results.bytes, self.num_bytes)
-
-    def combine(self, factors: Sequence[float], total: float) -> None:
-        """Q(sum_i w_i q_i + E) of this worker's chunk -> bytes; E <- what is dropped."""
-        kept = self.owned_residual.view(self.layout.num_blocks, self.layout.block)
-        own_row = self.layout.rows_of(self._shard)[self._rank]
-        for tile in self._tiles:
-            if tile.row != own_row:
-                continue
-            wanted, seen = self._two(tile)
-            wanted.zero_()
-            for i, factor in enumerate(factors):
-                self._decode(self._incoming, i, tile.blocks, seen)
-                wanted.add_(seen, alpha=factor)
-            wanted.div_(total).add_(kept[tile.blocks])
-            self._code(self._outgoing, self._rank, tile.blocks, wanted, seen)
-            torch.sub(wanted, seen, out=kept[tile.blocks])
-
-    def read_headers(self, header: Header) -> tuple[bool, bool]:
-        """The votes; raises unless all that has arrived belongs to this average."""
-        own = self.layout.rows_of(self._shard)
-        results = self._outgoing.headers if self._results is self._outgoing else self._results.headers[own.start : own.stop]
-        return any_vote([header.read_rows(self._incoming.headers), header.read_rows(results)])
-
-    def decode(self, centre: Tensor, mean: Tensor) -> None:
-        """mean <- c + r; what was exchanged has been waited for."""
-        for tile in self._tiles:
-            _, seen = self._two(tile)
-            self._decode(self._results, tile.row, tile.blocks, seen)
-            part = slice(tile.start, tile.stop)
-            torch.add(centre[part], seen.view(-1)[: tile.stop - tile.start], out=mean[part])
-
-    def _own_tiles(self) -> Iterator[Tile]:
-        rows = self.layout.rows_of(self._shard)
-        return (tile for tile in self._tiles if tile.row in rows)
-
-    def _two(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        first, second = self._scratch[:, : tile.blocks.stop - tile.blocks.start]
-        return first, second
-
-    def _code(self, wire: Wire, row: int, blocks: slice, values: Tensor, seen: Tensor) -> None:
-        self._codec.encode_(values, wire.codes[row, blocks], wire.scales[row, blocks], seen)
-
-    def _decode(self, wire: Wire, row: int, blocks: slice, out: Tensor) -> None:
-        self._codec.decode_(wire.codes[row, blocks], wire.scales[row, blocks], out)
+    def _round_(self, numbers: Tensor, spare: Tensor) -> None:
+        numbers.round_()
 
 
-@torch.no_grad()
-def launch_coded(
-    coders: Sequence[Coder],
-    values: Sequence[Tensor],
-    centres: Sequence[Tensor],
-    comm: Communicator,
-    header: Header,
-    total: float,
-) -> Handle:
-    """Start the mean sum_i factors_i y_i / total in the background."""
-    for coder, flat, centre in zip(coders, values, centres, strict=True):
-        coder.encode(flat, centre, header)
-    return comm.exchange([coder.exchange(header.factors, total) for coder in coders])
+class Ternary(Scaled):
+    """The nearest of -s, 0 and s."""
+
+    #: s over the mean magnitude. 1.53 leaves least of a Gaussian distribution, 2 of a Laplacian one.
+    ratio: ClassVar[float] = 1.9
+
+    def __init__(self) -> None:
+        super().__init__(bits=2)
+
+    def _set_scales(self, magnitudes: Tensor, scales: Tensor) -> None:
+        largest = torch.amax(magnitudes, dim=-1)
+        # Divided first: a sum of huge numbers would overflow.
+        means = magnitudes.mul_(self.ratio / magnitudes.shape[-1]).sum(dim=-1)
+        scales.copy_(torch.minimum(largest, means)).clamp_(min=_SMALLEST_SCALE)
+
+    def _round_(self, numbers: Tensor, spare: Tensor) -> None:
+        numbers.clamp_(-1, 1).round_()
+
+
+class TopK(Codec):
+    """The largest of a chunk, with their places."""
+
+    max_block = None
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def num_scales(self, num_blocks: int) -> int:
+        return 0
+
+    def num_kept(self, block: int) -> int:
+        return math.ceil(self.share * block)
+
+    def num_codes(self, block: int, itemsize: int) -> int:
+        return math.ceil(self.num_kept(block) * (itemsize + 4) / itemsize) * itemsize
+
+    def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
+        values, places = self._views(codes, blocks)
+        chosen = torch.topk(torch.abs(blocks, out=work.first), values.shape[-1], dim=-1, sorted=False).indices
+        values.copy_(blocks.gather(-1, chosen))
+        places.copy_(chosen)
+        if dropped is not None:
+            dropped.copy_(blocks).scatter_add_(-1, chosen, -values)  # not 0: what is not a number stays visible
+
+    def decode_(self, codes: Tensor, scales: Tensor, out: Tensor, work: Work) -> None:
+        values, places = self._views(codes, out)
+        out.zero_().scatter_(-1, places.to(torch.int64), values)
+
+    def add_(self, codes: Tensor, scales: Tensor, total: Tensor, factor: float, work: Work) -> None:
+        values, places = self._views(codes, total)
+        total.scatter_add_(-1, places.to(torch.int64), values * factor)
+
+    def _views(self, codes: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        num_kept = self.num_kept(like.shape[-1])
+        end = num_kept * like.element_size()
+        return codes[..., :end].view(like.dtype), codes[..., end : end + 4 * num_kept].view(torch.int32)
+
+
+class _Random:
+    """Uniform random numbers that depend on a key alone."""
+
+    def __init__(self) -> None:
+        self._generator: torch.Generator | None = None
+
+    def begin(self, device: torch.device, key: tuple[int, ...]) -> None:
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        self._generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+    def fill_(self, out: Tensor) -> Tensor:
+        return out.uniform_(generator=self._generator)
+
+
+class QSGD(Scaled):
+    """Rounded at random to multiples of the 2-norm over the levels, so that the mean is right."""
+
+    max_block = 512
+    has_feedback: ClassVar[bool] = False
+    sends_mean_in_full: ClassVar[bool] = True
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(bits)
+        self._random = _Random()
+
+    def prepare(self, values: Tensor, key: tuple[int, ...]) -> None:
+        self._random.begin(values.device, key)
+
+    def _set_scales(self, magnitudes: Tensor, scales: Tensor) -> None:
+        # Over the largest: squares of huge numbers would overflow, those of tiny ones vanish.
+        largest = torch.amax(magnitudes, dim=-1, keepdim=True).clamp_(min=_SMALLEST_SCALE)
+        norms = magnitudes.div_(largest).square_().sum(dim=-1).sqrt_().mul_(largest.squeeze(-1))
+        scales.copy_(norms).div_(self.packing.levels).clamp_(min=_SMALLEST_SCALE)
+
+    def _round_(self, numbers: Tensor, spare: Tensor) -> None:
+        self._random.fill_(spare)
+        spare.add_(numbers.abs()).floor_().clamp_(max=self.packing.levels)
+        torch.copysign(spare, numbers, out=numbers)
+
+
+class TernGrad(Codec):
+    """Every tensor as -s, 0 or s at random, so that the mean is the tensor clipped at 2.5 standard deviations."""
+
+    max_block = None
+    has_feedback: ClassVar[bool] = False
+    sends_mean_in_full: ClassVar[bool] = True
+    clip: ClassVar[float] = 2.5
+
+    def __init__(self) -> None:
+        self._packing = Packing(2)
+        self.multiple = self._packing.multiple
+        self._random = _Random()
+        self._sizes: list[int] = []
+        #: Of every row: the first and last element, and the tensor that these belong to.
+        self._pieces: list[list[tuple[int, int, int]]] = []
+        self._scales: list[Tensor] = []
+
+    def fit(self, sizes: Sequence[int], chunk: int, num_rows: int) -> None:
+        """``sizes``: of the tensors that lie in the buffer, one after the other."""
+        self._sizes, self._pieces = list(sizes), [[] for _ in range(num_rows)]
+        start = 0
+        for index, size in enumerate(sizes):
+            for row in range(start // chunk, math.ceil((start + size) / chunk)):
+                first, last = max(start, row * chunk), min(start + size, (row + 1) * chunk)
+                self._pieces[row].append((first - row * chunk, last - row * chunk, index))
+            start += size
+
+    def num_scales(self, num_blocks: int) -> int:
+        return max((len(pieces) for pieces in self._pieces), default=0)
+
+    def num_codes(self, block: int, itemsize: int) -> int:
+        return self._packing.num_codes(block)
+
+    def prepare(self, values: Tensor, key: tuple[int, ...]) -> None:
+        self._random.begin(values.device, key)
+        self._scales = []
+        for tensor in values.split(self._sizes):
+            largest, deviation = tensor.abs().amax(), tensor.std(correction=0) * self.clip
+            # A tensor of one number, or of equal ones, has nothing to be clipped at.
+            self._scales.append(torch.where(deviation > 0, torch.minimum(largest, deviation), largest))
+
+    def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
+        numbers = work.first.zero_()
+        for number, (first, last, index) in enumerate(self._pieces[work.row]):
+            values, drawn = blocks[..., first:last], work.second[..., first:last]
+            scale = scales[..., number].copy_(self._scales[index]).clamp_(min=_SMALLEST_SCALE).unsqueeze(-1)
+            is_chosen = self._random.fill_(drawn) < torch.div(values.abs(), scale)
+            numbers[..., first:last].copy_(torch.where(is_chosen, values.sign(), 0.0))
+        self._packing.pack_(numbers, codes, work.second)
+
+    def decode_(self, codes: Tensor, scales: Tensor, out: Tensor, work: Work) -> None:
+        self._packing.unpack_(codes, out, work.second)
+        for number, (first, last, _) in enumerate(self._pieces[work.row]):
+            out[..., first:last].mul_(scales[..., number].unsqueeze(-1))
+
+
+# --------------------------------------------------------------------------------------------------------- by name
+
+#: What ``payload`` may be, for models and for gradients.
+MODEL_PAYLOADS = ("fp32", "bf16", "int8", "int4", "ternary", "topk:SHARE")
+GRADIENT_PAYLOADS = (*MODEL_PAYLOADS, "qsgd:BITS", "terngrad")
+
+
+def check_payload(value: object, *, gradients: bool) -> str:
+    """The name of a codec, or fp32."""
+    choices = GRADIENT_PAYLOADS if gradients else MODEL_PAYLOADS
+    kind, colon, argument = str(value).partition(":")
+    shape = next((shape for shape in GRADIENT_PAYLOADS if shape.partition(":")[:2] == (kind, colon)), None)
+    if not isinstance(value, str) or shape not in choices:
+        problem = "is unknown" if shape is None else "is for gradients (ssgd, pipe)"
+        raise ValueError(f"payload={value!r} {problem}; choose from {', '.join(choices)}")
+    problem = _argument_problem(kind, argument) if colon else ""
+    if problem:
+        raise ValueError(f"payload={value!r}: {problem}")
+    return value
+
+
+def _argument_problem(kind: str, argument: str) -> str:
+    if kind == "topk":
+        try:
+            share = float(argument)
+        except ValueError:
+            share = math.nan
+        return "" if 0 < share <= 1 else "the share must be above 0 and at most 1; use e.g. topk:0.01"
+    bits = int(argument) if argument.isdecimal() else 0
+    return "" if 2 <= bits <= 8 else "the bits must be a whole number from 2 to 8; use e.g. qsgd:4"
+
+
+def make_codec(name: str) -> Codec:
+    """A codec by the name that :func:`check_payload` has accepted."""
+    kind, _, argument = name.partition(":")
+    match kind:
+        case "bf16":
+            return Plain(torch.bfloat16)
+        case "int8":
+            return Scaled(8)
+        case "int4":
+            return Scaled(4)
+        case "ternary":
+            return Ternary()
+        case "topk":
+            return TopK(float(argument))
+        case "qsgd":
+            return QSGD(int(argument))
+        case "terngrad":
+            return TernGrad()
+    raise ValueError(f"payload {name!r} has no codec")

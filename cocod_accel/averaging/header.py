@@ -29,6 +29,7 @@ class Kind(IntEnum):
     ROUND = 1
     FINISH = 2
     EVALUATION = 3
+    GRADIENT = 4
 
 
 class TransferError(RuntimeError):
@@ -105,7 +106,10 @@ _FIX = "call averaged(), finish() and reweight() on all workers at the same step
 
 
 def _described(kind: int, number: int, who: str = "the other one") -> str:
-    places = {Kind.ROUND: f"in average {number} of a round", Kind.FINISH: "in finish()", Kind.EVALUATION: "in averaged()"}
+    places = {
+        Kind.ROUND: f"in average {number} of a round", Kind.FINISH: "in finish()", Kind.EVALUATION: "in averaged()",
+        Kind.GRADIENT: f"in gradient {number}",
+    }  # fmt: skip
     verb = "is " if who else ""
     return f"{who} {verb}{places.get(Kind(kind)) if kind in list(Kind) else 'elsewhere'}"
 

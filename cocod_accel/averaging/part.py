@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.codecs import Coder, launch_coded
+from cocod_accel.averaging.coder import Coder, launch_coded
 from cocod_accel.averaging.flat import FlatCopy, Segment
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
 from cocod_accel.averaging.route import Route

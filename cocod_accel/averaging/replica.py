@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.codecs import coded_bytes
+from cocod_accel.averaging.coder import coded_bytes
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
 from cocod_accel.averaging.part import Ballot, Drift, Part

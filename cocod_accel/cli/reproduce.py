@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("reproduce", help="the paper's tables and figures, and where they do not hold")
     add_configs(parser, "overrides for every cell, e.g. task.data_dir=/data", metavar="key=value")
     parser.add_argument("--scale", default="small", metavar="SCALE", help="smoke, small (default) or full (16 GPUs)")
-    parser.add_argument("--only", default="", metavar="A,B", help="parts: homogeneous, scaling, heterogeneous, skew, ...")
+    parser.add_argument("--only", default="", metavar="A,B", help="parts: homogeneous, scaling, ..., learning")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/SCALE")
     parser.add_argument("--rows", type=Path, action="append", default=[], metavar="FILE", help="rows of earlier runs")
     parser.add_argument("--jobs", type=int, metavar="N", help="cells to run in parallel; default: one per core")

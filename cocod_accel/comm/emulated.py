@@ -51,6 +51,9 @@ class EmulatedLink:
         begin, joined = self._joining(tensors[0].device)
         return self._stretched([self.inner.launch([*tensors, joined])], self.sent_bytes(tensors), begin, joined)
 
+    def let_go(self, seconds: float) -> None:
+        self.inner.let_go(seconds)
+
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
         begin, joined = self._joining(parts[0].rows.device)
         inner = [self.inner.launch([joined]), self.inner.exchange(parts)]

@@ -7,6 +7,8 @@ time hidden behind computation is what this project is about.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,12 +49,16 @@ class TorchComm:
         self._last = _GatheredHandle(scattered, lambda: self._gather(parts, scattered), self._last, in_passing)
         return self._last
 
+    def let_go(self, seconds: float) -> None:
+        if self._last is not None:
+            self._last.let_go(seconds)
+
     def _gather(self, parts: Sequence[Exchange], scattered: Handle) -> list[Any]:
         scattered.wait()  # complete, but it may have failed
         works = []
         for part in parts:
             part.combine()
-            whole, mine = part.rows.view(-1), part.rows[self.rank]
+            whole, mine = part.made.view(-1), part.made[self.rank]
             works.append(dist.all_gather_into_tensor(whole, mine, group=self._gathers, async_op=True))
         return works
 
@@ -95,9 +101,14 @@ class TwoLevelComm:
         self._last = _GatheredHandle(inner, lambda: self._gather_results(parts), self._last, in_passing)
         return self._last
 
+    def let_go(self, seconds: float) -> None:
+        self.outer.let_go(seconds)
+        if self._last is not None:
+            self._last.let_go(seconds)
+
     def _gather_results(self, parts: Sequence[Exchange]) -> list[Any]:
         return [
-            dist.all_gather_into_tensor(part.results.view(-1), part.rows.view(-1), group=self._node, async_op=True)
+            dist.all_gather_into_tensor(part.results.view(-1), part.made.view(-1), group=self._node, async_op=True)
             for part in parts
         ]
 
@@ -156,6 +167,15 @@ class _GatheredHandle(Handle):
         self._begin_in_order()
         super().wait()
         self._works = ()
+
+    def let_go(self, seconds: float) -> None:
+        """Begin to gather as soon as that can be, without waiting for the end; give up if it takes too long, or fails."""
+        deadline = time.monotonic() + seconds
+        self._in_passing = True
+        with contextlib.suppress(RuntimeError):  # another worker is gone: this one does not need it any more
+            while not self._has_begun and time.monotonic() < deadline:
+                self.poll()
+                time.sleep(0.001)
 
     def _begin_in_order(self) -> None:
         if not self._has_begun:

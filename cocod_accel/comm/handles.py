@@ -79,11 +79,12 @@ class Exchange:
     The tensors have a row per worker, and belong to the exchange until it has been waited for.
     """
 
-    rows: Tensor  # row j goes to worker j; in the end it is what worker j has made
+    rows: Tensor  # row j goes to worker j
     incoming: Tensor  # row j comes from worker j
-    combine: Callable[[], None]  # all of incoming -> this worker's of rows; runs on the main thread
-    results: Tensor  # the rows of all shards, one shard after the other; ``rows`` itself, where there is one
-    num_bytes: int  # of ``rows``, without their headers
+    combine: Callable[[], None]  # all of incoming -> this worker's of made; runs on the main thread
+    made: Tensor  # in the end row j is what worker j has made; may be ``rows`` itself
+    results: Tensor  # what was made of all shards, one shard after the other; ``made`` itself, where there is one
+    num_bytes: int  # of ``rows`` and ``made`` in the mean, without their headers
 
 
 class Communicator(Protocol):
@@ -107,6 +108,13 @@ class Communicator(Protocol):
         """Start both stages of all ``parts`` in the background; the second begins in passing, at a poll or at the wait."""
         ...
 
+    def let_go(self, seconds: float) -> None:
+        """Begin the second stage of what nobody will wait for, or others, who have begun it, could not end theirs.
+
+        Waits no longer than this for the first stage to end.
+        """
+        ...
+
 
 class SoloComm:
     """A group of one: every sum is complete at once."""
@@ -124,6 +132,9 @@ class SoloComm:
 
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
         raise AssertionError("a worker alone has nobody to exchange with")
+
+    def let_go(self, seconds: float) -> None:
+        """Nothing is ever under way."""
 
 
 def wait_for_device() -> None:

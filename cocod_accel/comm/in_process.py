@@ -93,6 +93,9 @@ class InProcessComm:
         """What this worker would send if it had a machine of its own."""
         return ring_bytes(tensors, self.size)
 
+    def let_go(self, seconds: float) -> None:
+        """Whatever all workers have joined is complete."""
+
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
         return Handle(
             [self._group.join(self.rank, list(parts))], ring_total(sum(part.num_bytes for part in parts), self.size)
@@ -133,4 +136,4 @@ def _exchange(parts: list[Exchange]) -> None:
     for part in parts:
         for owner, other in enumerate(parts):
             if other is not part:
-                part.rows[owner].copy_(other.rows[owner])
+                part.made[owner].copy_(other.made[owner])

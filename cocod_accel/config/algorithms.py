@@ -49,12 +49,17 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return kind  # type: ignore[no-any-return]
 
 
-def build_algorithm(options: AlgorithmConfig, period: PeriodLike) -> Algorithm:
-    """The algorithm with its options; whatever its constructor refuses is one line."""
+def build_algorithm(options: AlgorithmConfig, period: PeriodLike, seed: int = 0) -> Algorithm:
+    """The algorithm with its options; whatever its constructor refuses is one line.
+
+    ``seed``: for what rounds at random.
+    """
     kind: Any = algorithm_class(options.name)
     arguments = constructor_arguments(options)
     if takes(kind, "period"):
         arguments["period"] = period
+    if options.name in ALGORITHMS and takes(kind, "seed"):
+        arguments["seed"] = seed
     try:
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:

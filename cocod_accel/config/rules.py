@@ -44,6 +44,9 @@ def _validate_momentum(config: Config) -> None:
 def _validate_schedule(config: Config) -> None:
     epochs = config.schedule.epochs
     previous = 0
+    given = config.schedule.decay_epochs
+    is_used = config.schedule.decay == "epochs" or not given
+    require(is_used, "schedule.decay_epochs", given, "is not used with schedule.decay=cosine; use schedule.decay_epochs=[]")
     for index, epoch in enumerate(config.schedule.decay_epochs):
         key = f"schedule.decay_epochs[{index}]"
         require(epoch > previous, key, epoch, "must be positive and in increasing order")
@@ -64,11 +67,9 @@ def _validate_algorithm(config: Config) -> None:
     options, epochs = config.algorithm, config.schedule.epochs
     name, given = options.name, options.period
     kind = algorithm_class(name)
-    for key, text, allowed in (
-        ("algorithm.optimizer_state", options.optimizer_state, kind.optimizer_policies),
-        ("algorithm.payload", options.payload, kind.payloads),
-    ):
-        require(text in allowed, key, text, f"is not supported by {name}; choose from {', '.join(allowed)}")
+    allowed, policy = kind.optimizer_policies, options.optimizer_state
+    rule = f"is not supported by {name}; choose from {', '.join(allowed)}"
+    require(policy in allowed, "algorithm.optimizer_state", policy, rule)
     if config.has_auto_period:
         is_supported = kind.same_period and not kind.reduces_gradients
         require(is_supported, "algorithm.period", given, f"requires local or cocod, not {name}; give a number of steps")

@@ -100,7 +100,10 @@ class AlgorithmConfig:
     period: Any = 5
     #: What happens to momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
-    #: How models are sent (local, cocod, asynlocal): fp32, or bf16 or int8 of the change since the last mean.
+    #: Steps after which a mean is merged (cocod), at most the longest period. null: at its round's end, as in the paper.
+    delay: Any = None
+    #: How models are sent: fp32, or bf16, int8, int4, ternary or topk:SHARE of the change since the last mean. For gradients
+    #: (ssgd, pipe) the same, and qsgd:BITS or terngrad.
     payload: str = "fp32"
     #: Send the model in this many parts, one after the other within a round; at most the shortest period.
     fragments: int = field(default=1, metadata=at_least(1))
@@ -139,6 +142,8 @@ class ScheduleConfig:
     epochs: int = field(default=8, metadata=at_least(1) | affects(Affects.FIGURES | Affects.CELL))
     #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one.
     warmup_epochs: float = field(default=1.0, metadata=not_negative())
+    #: How the learning rate falls after the warm-up: `epochs`: at decay_epochs; `cosine`: half a cosine, to 0 at the end.
+    decay: str = field(default="epochs", metadata=one_of("epochs", "cosine"))
     #: The learning rate is multiplied by decay_factor at the beginning of these epochs, counted from 0.
     decay_epochs: list[int] = field(default_factory=list)
     #: Factor applied at each of decay_epochs.

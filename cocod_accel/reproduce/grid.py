@@ -2,7 +2,8 @@
 
 Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
 ``skew`` (label-skewed shards against the period), ``remedies`` (fixes for the worst of those), ``iterations`` (steps to
-a loss against the number of workers, Remarks 1 and 2) and ``length`` (shorter runs: when does CoCoD-SGD catch up?).
+a loss against the number of workers, Remarks 1 and 2), ``length`` (shorter runs: when does CoCoD-SGD catch up?) and, if
+asked for, ``learning`` (what every method gives up after equally many steps; :mod:`cocod_accel.reproduce.learning`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from cocod_accel.config.strict import ConfigError, profiles, require_choice
 from cocod_accel.simulator.cluster import Cluster, load_cluster
 
 CONFIGS = profiles()
-PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")
+#: What is run unless other parts are asked for.
+USUAL_PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")
+PARTS = (*USUAL_PARTS, "learning")
 SCALES = ("smoke", "small", "full")
 
 #: The files in configs/variants, and the paper's names for them.
@@ -129,10 +132,12 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
     """All cells, or those of some parts; the first seed of all parts comes first, so a partial run covers them all."""
     for part in only:
         require_choice(part, "--only", list(PARTS))
-    wanted = only or PARTS
+    from cocod_accel.reproduce import learning  # it is made of this module's cells
+
+    wanted = only or USUAL_PARTS
     makers = {
         "homogeneous": _homogeneous, "scaling": _scaling, "heterogeneous": _heterogeneous,
-        "skew": _skew, "remedies": _remedies, "iterations": _iterations, "length": _length,
+        "skew": _skew, "remedies": _remedies, "iterations": _iterations, "length": _length, "learning": learning.cells,
     }  # fmt: skip
     found = [cell for part in PARTS if part in wanted for cell in makers[part](scale)]
     found.sort(key=lambda cell: (cell.learns, cell.seed))
@@ -145,7 +150,7 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
 def _homogeneous(scale: Scale) -> Iterator[Cell]:
     for seed, data, model, variant in product(scale.seeds, scale.data, MODELS, HOMOGENEOUS):
         given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"seed={seed}", data=data)
-        yield Cell("homogeneous", model, variant, data, 16, seed, given, _cluster(model))
+        yield Cell("homogeneous", model, variant, data, 16, seed, given, cluster_of(model))
 
 
 def _scaling(scale: Scale) -> Iterator[Cell]:
@@ -153,7 +158,7 @@ def _scaling(scale: Scale) -> Iterator[Cell]:
         for variant in HOMOGENEOUS:
             for n in scale.workers:
                 given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"cluster.num_workers={n}")
-                yield Cell("scaling", model, variant, "", n, 0, given, _cluster(model), learns=False)
+                yield Cell("scaling", model, variant, "", n, 0, given, cluster_of(model), learns=False)
 
 
 def _heterogeneous(scale: Scale) -> Iterator[Cell]:
@@ -162,7 +167,7 @@ def _heterogeneous(scale: Scale) -> Iterator[Cell]:
     for seed, data, model, variant in product(scale.seeds, scale.data, MODELS, HETEROGENEOUS):
         profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}", *size, data=data)
         given = (profile, str(CONFIGS / "variants" / f"{variant}.yaml"), *rest)
-        yield Cell("heterogeneous", model, variant, data, 16, seed, given, f"{_cluster(model)}_heterogeneous")
+        yield Cell("heterogeneous", model, variant, data, 16, seed, given, f"{cluster_of(model)}_heterogeneous")
 
 
 def _skewed(scale: Scale, seed: int, period: int, alpha: float | None, variant: str, *more: str) -> tuple[str, ...]:
@@ -235,8 +240,9 @@ def _length(scale: Scale) -> Iterator[Cell]:
             for model in MODELS:
                 for variant in ("ssgd", "cocod"):
                     given = scale.arguments("homogeneous", model, f"algorithm.name={variant}", f"seed={seed}", *size)
-                    yield Cell("length", model, variant, f"epochs={epochs}", 16, seed, given, _cluster(model))
+                    yield Cell("length", model, variant, f"epochs={epochs}", 16, seed, given, cluster_of(model))
 
 
-def _cluster(model: str) -> str:
+def cluster_of(model: str) -> str:
+    """The paper's cluster as a file of configs/cluster."""
     return "paper" if model == "resnet18" else f"paper_{model}"

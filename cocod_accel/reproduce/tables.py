@@ -258,6 +258,8 @@ def iterations_table(grid: Grid) -> str:
 
 def report(grid: Grid) -> str:
     """All tables."""
+    from cocod_accel.reproduce import learning  # it is made of this module's cells
+
     parts = [
         ("Table 1: equal workers", environment_table(grid, "homogeneous")),
         ("Table 2: 8 of 16 workers at half speed", environment_table(grid, "heterogeneous")),
@@ -265,6 +267,7 @@ def report(grid: Grid) -> str:
         ("Remedies", remedies_table(grid)),
         ("Linear iteration speedup", iterations_table(grid)),
         ("Shorter runs", length_table(grid)),
+        ("What every method learns in equally many steps, 16 workers", learning.table(grid)),
     ]
     done = sum(cell.name in grid.rows for cell in grid.cells)
     head = f"{done} of {len(grid.cells)} cells; seconds are virtual, on the paper's cluster as in configs/cluster"

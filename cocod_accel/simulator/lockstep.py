@@ -159,6 +159,7 @@ class Lockstep:
             worker.take_gradients()
             for bucket in worker.buckets:
                 worker.driver.method.reduce(bucket)
+            worker.driver.method.send(worker.buckets)
         for worker in (self.workers[rank] for rank in going):
             worker.driver.method.complete(worker.buckets)
             worker.give_gradients()

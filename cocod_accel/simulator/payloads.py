@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.averaging.codecs import coded_bytes
+from cocod_accel.averaging.coder import coded_bytes
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
 from cocod_accel.comm.handles import ring_bytes
 from cocod_accel.config.settings import Config
@@ -57,7 +57,9 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
 
     gradients = Parcel(0.0, 0)
     parts: list[Parcel] = []
-    if algorithm.reduces_gradients:
+    if algorithm.reduces_gradients and algorithm.payload != "fp32":
+        gradients = parcel(*_collectives(parameters, [], algorithm, cluster.num_workers))
+    elif algorithm.reduces_gradients:
         # S-SGD sends gradients as they are, Pipe-SGD a flat copy of them in float32 at least.
         flat = [p.detach() for p in parameters] if algorithm.name == "ssgd" else FlatCopy(parameters).buffers
         gradients = parcel(flat)
@@ -78,7 +80,13 @@ def _collectives(
     flat = FlatCopy(parameters, extras)
     if algorithm.payload == "fp32":
         return [flat.buffers]
-    sizes = [coded_bytes(algorithm.payload, core.numel(), num_workers) for core in flat.cores]
+    views = iter([view.numel() for segment in flat.segments if not segment.is_extra for view in segment.views])
+    sizes = []
+    for core in flat.cores:
+        own: list[int] = []
+        while sum(own) < core.numel():
+            own.append(next(views))
+        sizes.append(coded_bytes(algorithm.payload, core.numel(), num_workers, sizes=own))
     return [flat.tails, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]]
 
 

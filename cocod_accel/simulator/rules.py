@@ -22,6 +22,9 @@ class Rule:
     def part_due(self, part: int) -> None:
         """Every worker has come to the turn of a part."""
 
+    def merge_due(self, part: int) -> None:
+        """Every worker has come to where the mean of a part is merged inside its round."""
+
     def drain(self) -> None:
         """Wait for what is in flight."""
 
@@ -62,7 +65,7 @@ class LocalRule(Rule):
 
 
 class CoCoDRule(Rule):
-    """A part's mean travels while the next round computes; it is waited for where the part has its next turn."""
+    """A part's mean travels while the next round computes; it is waited for at the part's next turn, or where it is due."""
 
     def __init__(self, fleet: Fleet, parcels: Parcels, gradient_overlap: float = 0.0) -> None:
         super().__init__(fleet, parcels, gradient_overlap)
@@ -70,9 +73,12 @@ class CoCoDRule(Rule):
         self._pending: dict[int, Flight] = {}
 
     def part_due(self, part: int) -> None:
-        if part in self._pending:
-            self.fleet.wait(self._pending[part])
+        self.merge_due(part)
         self._pending[part] = self.fleet.join(self.parcels.parts[part])
+
+    def merge_due(self, part: int) -> None:
+        if part in self._pending:
+            self.fleet.wait(self._pending.pop(part))
 
     def drain(self) -> None:
         for part in sorted(self._pending):

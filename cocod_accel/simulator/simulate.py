@@ -169,6 +169,7 @@ def simulate(
         parcels=parcels_of(config, cluster, algorithm, facts),
         times=step_times(cluster, work.plan.batches, config.seed),
         fragments=algorithm.fragments,
+        delay=algorithm.delay,
         interference=cluster.interference,
         gradient_overlap=cluster.gradient_overlap,
     )

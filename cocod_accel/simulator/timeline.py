@@ -36,6 +36,7 @@ class Course:
     #: Seconds of computing, an array with every worker's for each next step.
     times: Iterator[Array]
     fragments: int = 1
+    delay: int | None = None
     interference: float = 0.0
     gradient_overlap: float = 0.0
 
@@ -75,7 +76,7 @@ class Timeline:
         self._rule = RULES[course.algorithm](self.fleet, course.parcels, course.gradient_overlap)
         kinds = sorted(set(course.periods), key=lambda period: period.schedule)
         #: A clock for each of the different periods, and which of them is every worker's.
-        self._clocks = [RoundClock(period) for period in kinds]
+        self._clocks = [RoundClock(period, course.delay) for period in kinds]
         self._kinds = np.array([kinds.index(period) for period in course.periods])
         self._first_clock = self._clocks[kinds.index(course.periods[0])]
         #: The part whose turn each of them has come to and waits at for the others; and when every worker's step began.
@@ -138,10 +139,13 @@ class Timeline:
                 # At most one: there are never more parts than steps in a round. Part 0 has its turn where a round ends.
                 self._turns[kind] = next(iter(clock.parts_due(self.course.fragments)), None)
         self._rule.step(work)
+        for merged in self._first_clock.take_merges():
+            self._rule.merge_due(merged)
         part = self._turns[0]
         if part is not None and all(turn == part for turn in self._turns):
             self._turns = [None] * len(self._turns)
             self._rule.part_due(part)
+            self._first_clock.launched(part)
             active[:] = True  # those that waited are done with their step, too
         else:
             active &= self._is_active()

@@ -92,6 +92,9 @@ class _StockMean:
     def reduce(self, bucket: Bucket) -> None:
         self._handles.append(launch_like_ddp(bucket.flat, self._group))
 
+    def send(self, buckets: list[Bucket]) -> None:
+        """All of them are on their way."""
+
     def complete(self, buckets: list[Bucket]) -> None:
         handles, self._handles = self._handles, []
         for handle in handles:
@@ -142,7 +145,9 @@ class HookRouter:
         method.reduce(mine)
         if self._is_last(bucket):
             opened, self._open = self._open, []
-            method.complete([ready for ready, _ in opened])
+            buckets = [ready for ready, _ in opened]
+            method.send(buckets)
+            method.complete(buckets)
             for ready, waiter in opened:
                 waiter.set_result(ready.flat)
         return future

@@ -118,6 +118,7 @@ def reduce_gradients(method: Algorithm, parameters: list[nn.Parameter]) -> None:
         views = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
         buckets.append(Bucket(flat, views, list(members)))
         method.reduce(buckets[-1])
+    method.send(buckets)
     method.complete(buckets)
     for bucket in buckets:
         torch._foreach_copy_([_gradient(parameter) for parameter in bucket.parameters], bucket.gradients)

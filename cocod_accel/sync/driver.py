@@ -33,7 +33,7 @@ class Driver:
     ) -> None:
         self.replica = algorithm.replica_of(parameters, buffers, route, optimizers)
         self.method = algorithm.bind(self.replica)
-        self.clock = RoundClock(algorithm.period)
+        self.clock = RoundClock(algorithm.period, algorithm.delay)
         #: Called before this worker's model enters an average; may raise to keep it out.
         self.guard: Callable[[], None] | None = None
         self._optimizers = optimizers
@@ -43,10 +43,19 @@ class Driver:
     def start(self, *, equal: bool) -> None:
         """Training begins; ``equal``: all workers hold the same parameters."""
         self.method.start(equal)
+        self.clock.launched(0)
 
     def attempt(self) -> int | None:
-        """Count one attempted step; the part of the model whose turn it is then (0: a round has ended), or None."""
-        if self.clock.tick():
+        """Count one attempted step; the part of the model whose turn it is then (0: a round has ended), or None.
+
+        Means that are due are merged here, without asking anybody.
+        """
+        has_ended = self.clock.tick()
+        for part in self.clock.take_merges() if self.clock.due else ():
+            self.method.merge(part)
+            if part == 0:
+                self._reset_optimizers()
+        if has_ended:
             return 0
         due = self.clock.parts_due(self.method.fragments) if self.method.fragments > 1 else []
         return due[0] if due else None
@@ -59,12 +68,14 @@ class Driver:
             self.method.launch()
         else:
             self.method.launch(part)
+        self.clock.launched(part)
 
     def land(self, part: int) -> None:
         """The second half: complete what must be complete before the next step."""
         if part == 0:
             self.method.land()
-            self._reset_optimizers()
+            if self.clock.delay is None:
+                self._reset_optimizers()
         else:
             self.method.land(part)
 
@@ -98,6 +109,7 @@ class Driver:
             "attempts": self.clock.attempts,
             "rounds": self.clock.rounds,
             "round_start": self.clock.start,
+            "due": sorted(self.clock.due.items()),
             "options": {
                 "payload": self.method.payload,
                 "fragments": self.method.fragments,
@@ -129,6 +141,7 @@ class Driver:
         self.replica.load_state(state["averages"])
         self.clock.attempts, self.clock.rounds = state["attempts"], state["rounds"]
         self.clock.start = state["round_start"]
+        self.clock.due = {part: attempt for part, attempt in state.get("due", []) if state["averages"] is not None}
 
     def _reset_optimizers(self) -> None:
         """The model has been merged: begin anew, if that is the policy."""

@@ -23,6 +23,9 @@ from cocod_accel.sync.preflight import ATTACHED, Report, Subject, check_weights,
 from cocod_accel.sync.step_counter import AttemptCounter
 from cocod_accel.sync.watcher import LoopWatcher
 
+# How long detach() waits for others to join what they all have in flight.
+_LET_GO_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -153,6 +156,11 @@ class Sync:
     def detach(self) -> None:
         """Remove everything that was added; the model trains as plain DDP again. No collective; may be called again."""
         if self._is_attached:
+            self._driver.replica.route.comm.let_go(_LET_GO_SECONDS)
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._is_attached:
             self._is_attached = False
             self._counter.remove()
             if self._phase is not None:
@@ -245,4 +253,4 @@ class Sync:
         # Other workers may be anywhere: nothing may wait for them, and what is in flight stays behind on its group.
         if self._subject.router is not None:
             self._subject.router.channels = self._subject.router.channels_of = None
-        self.detach()
+        self._remove()

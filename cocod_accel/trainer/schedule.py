@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
 def learning_rate(
-    epoch: float, base: float, scaled: float, warmup_epochs: float, decay_epochs: Sequence[float], decay_factor: float
+    epoch: float,
+    base: float,
+    scaled: float,
+    warmup_epochs: float,
+    decay_epochs: Sequence[float],
+    decay_factor: float,
+    cosine_until: float | None = None,
 ) -> float:
     """Gradual warm-up from the base to the scaled rate (Goyal et al. 2017), then division at the decay epochs.
 
-    ``epoch`` counts from 0 and has a fraction: 80.0 is the beginning of the 81st epoch.
+    ``epoch`` counts from 0 and has a fraction: 80.0 is the beginning of the 81st epoch. ``cosine_until``: after the warm-up
+    the rate follows half a cosine to 0 at this epoch.
     """
-    rate = scaled if epoch >= warmup_epochs else base + (scaled - base) * epoch / warmup_epochs
+    if epoch < warmup_epochs:
+        rate = base + (scaled - base) * epoch / warmup_epochs
+    elif cosine_until is None:
+        rate = scaled
+    else:
+        rate = scaled * (1 + math.cos(math.pi * (epoch - warmup_epochs) / (cosine_until - warmup_epochs))) / 2
     for decay_epoch in decay_epochs:
         if epoch >= decay_epoch:
             rate *= decay_factor

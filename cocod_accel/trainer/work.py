@@ -55,7 +55,7 @@ class Work:
         if own_period:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         steps = [everybodys[rank] for everybodys in all_steps]
-        algorithm = build_algorithm(config.algorithm, period_in_steps(by_epoch, steps))
+        algorithm = build_algorithm(config.algorithm, period_in_steps(by_epoch, steps), config.seed)
         return cls(algorithm, plan, all_steps, rank)
 
     @property
@@ -100,7 +100,13 @@ class Work:
         base, schedule = config.optimizer.learning_rate, config.schedule
         factor = self.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
         return learning_rate(
-            epoch, base, base * factor, schedule.warmup_epochs, schedule.decay_epochs, schedule.decay_factor
+            epoch,
+            base,
+            base * factor,
+            schedule.warmup_epochs,
+            schedule.decay_epochs,
+            schedule.decay_factor,
+            schedule.epochs if schedule.decay == "cosine" else None,
         )
 
     def all_samples_per_own(self, epoch: int) -> float:
