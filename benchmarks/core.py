@@ -27,6 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
 from cocod_accel import CoCoDSGD, attach
+from cocod_accel.averaging.coder import Coder
+from cocod_accel.averaging.header import Header, Kind
+from cocod_accel.comm.in_process import InProcessGroup
 
 
 def cifar_resnet18() -> nn.Module:
@@ -130,6 +133,35 @@ def round_end_row(rank: int, repeats: int) -> None:
     sync.detach()
 
 
+def codec_row(rank: int, payload: str, repeats: int) -> None:
+    """What coding costs the main thread in one average: encode, combine and decode, over three copies."""
+    num_elements = sum(p.numel() for p in cifar_resnet18().parameters())
+    source, target = torch.randn(num_elements), torch.empty(num_elements)
+    values, centre, mean = torch.randn(num_elements), torch.randn(num_elements), torch.empty(num_elements)
+    coder = Coder(payload, values, InProcessGroup(2).member(rank))
+    ratios, milliseconds = [], []
+    for repeat in range(repeats + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(3):
+            target.copy_(source)
+        copies = time.perf_counter() - begin
+        dist.barrier()
+        begin = time.perf_counter()
+        coder.encode(values, centre, Header(Kind.ROUND, repeat, (1.0, 1.0), rank))
+        coder.combine((1.0, 1.0), 2.0)
+        coder.decode(centre, mean)
+        work = time.perf_counter() - begin
+        if repeat >= 2:
+            ratios.append(work / copies)
+            milliseconds.append(1e3 * work)
+    if rank == 0:
+        print(
+            f"{f'coding {payload} / 3 copies':33s} {statistics.median(ratios):6.3f}   {spread(ratios):18s} "
+            f"n={repeats:<3d} coding {statistics.median(milliseconds):.1f} ms"
+        )
+
+
 def memory_row(rank: int) -> None:
     model = DistributedDataParallel(nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(12)]))
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -164,6 +196,8 @@ def main(rank: int, store: str, quick: bool) -> None:
     step_row(rank, "ResNet18, batch 32", cifar_resnet18, torch.randn(32, 3, 32, 32), 2, 1 if quick else 5, blocks)
     step_row(rank, "MLP, batch 64", mlp, torch.randn(64, 784), 1, 20 if quick else 60, blocks)
     round_end_row(rank, 10 if quick else 40)
+    for payload in ("bf16", "int8", "int4", "ternary", "topk:0.01"):
+        codec_row(rank, payload, 5 if quick else 20)
     memory_row(rank)
     dist.destroy_process_group()
 
