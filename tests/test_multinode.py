@@ -113,7 +113,7 @@ def test_two_nodes_train_one_model_into_one_folder(first: Trained) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("start", [deepspeed, pods])
+@pytest.mark.parametrize("start", [pytest.param(deepspeed, marks=pytest.mark.slow), pods])
 def test_however_they_are_started_it_is_the_same_model(start: Start, lab: Lab, first: Trained, tmp_path: Path) -> None:
     trained(start, lab, tmp_path)
     expected, found = read_summary(first.folder / "run"), read_summary(tmp_path / "run")

@@ -22,7 +22,7 @@ def learnt(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["cocod", "ssgd"])
+@pytest.mark.parametrize("name", ["cocod", pytest.param("ssgd", marks=pytest.mark.slow)])
 def test_with_learning_it_is_the_real_run_on_a_virtual_clock(name: str, tmp_path: Path) -> None:
     options = ["--workers", "2", "--algorithms", name, "--learn", "--out", str(tmp_path / "virtual")]
     virtual = command("cocod", "simulate", CLUSTER, *DEFAULT, *options, seconds=100)
