@@ -21,6 +21,7 @@ from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import process as runtime
+from cocod_accel.trainer.auto_code import keep_choice
 from cocod_accel.trainer.calibration import calibrate
 from cocod_accel.trainer.resume_policy import Place, find_place
 from cocod_accel.trainer.steps import NonFiniteLossError
@@ -50,7 +51,12 @@ def run(arguments: list[str]) -> int:
             return 0
         if config.cluster.speeds == MEASURE:
             _find_speeds(config, task, accelerator, place)
+        if config.has_auto_code and place.is_continued:
+            keep_choice(config, place.path / "config.yaml")
+        is_chosen = config.has_auto_code
         trainer = Trainer(config, task, model, accelerator, place, watch)
+        if is_chosen and accelerator.is_main_process:
+            save_config(config, place.path / "config.yaml")
         # SIGTERM (pre-emption, kill): all workers agree to stop, and save. SIGUSR1: they save and continue.
         signal.signal(signal.SIGTERM, lambda *_: trainer.sync.control.request(stop=True))
         signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.control.request(save=True))

@@ -195,9 +195,10 @@ class Replica:
 
     # ---- how long a transfer takes
 
-    def time_transfer(self, *, with_buffers: bool = False) -> float:
-        """Seconds that zeros of the size of a round's payload take to be summed, from here on."""
-        comm, codec = self.route.comm, self.parts[0].codec
+    def time_transfer(self, *, with_buffers: bool = False, codec: str | None = None) -> float:
+        """Seconds that zeros of the size of a round's payload take to be summed, from here on; None: with its own codec."""
+        comm = self.route.comm
+        codec = self.parts[0].codec if codec is None else codec
         if self.route.is_alone or not self.parameters:
             return 0.0
         extras = self._floating_buffers() if with_buffers else []

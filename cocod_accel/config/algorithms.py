@@ -17,6 +17,7 @@ from cocod_accel.algorithms import ALGORITHMS, Algorithm
 from cocod_accel.algorithms.rounds import PeriodLike
 from cocod_accel.config.settings import AlgorithmConfig
 from cocod_accel.config.strict import ConfigError, first_line, require
+from cocod_accel.theory.hiding import AUTO
 
 #: Fields that are not options of a constructor. The period is, but may be set for an algorithm that has none: one file of
 #: settings serves all algorithms of a comparison.
@@ -80,7 +81,7 @@ def constructor_arguments(options: AlgorithmConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for entry in fields(options):
         value = getattr(options, entry.name)
-        if entry.name in _NOT_OPTIONS or value == _default(entry):
+        if entry.name in _NOT_OPTIONS or value in (_default(entry), AUTO):  # what is to be chosen is not known yet
             continue
         _check_taken(kind, options.name, entry.name, value, _default(entry))
         arguments[entry.name] = value.build() if hasattr(value, "build") else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cocod_accel.config.algorithms import algorithm_class, build_algorithm
+from cocod_accel.config.algorithms import algorithm_class, build_algorithm, takes
 from cocod_accel.config.fields import check_fields
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError, require
@@ -70,9 +70,12 @@ def _validate_algorithm(config: Config) -> None:
     allowed, policy = kind.optimizer_policies, options.optimizer_state
     rule = f"is not supported by {name}; choose from {', '.join(allowed)}"
     require(policy in allowed, "algorithm.optimizer_state", policy, rule)
-    if config.has_auto_period:
-        is_supported = kind.same_period and not kind.reduces_gradients
-        require(is_supported, "algorithm.period", given, f"requires local or cocod, not {name}; give a number of steps")
+    is_supported = kind.same_period and not kind.reduces_gradients
+    for key, value, fix in (("period", given, "give a number of steps"), ("payload", options.payload, "name a payload")):
+        if value == AUTO:
+            require(is_supported, f"algorithm.{key}", value, f"requires local or cocod, not {name}; {fix}")
+    if options.delay == AUTO:
+        require(takes(kind, "delay"), "algorithm.delay", AUTO, f"is not an option of {name}; set it to null, or use cocod")
     require(
         config.has_auto_period or not isinstance(given, str),
         "algorithm.period",

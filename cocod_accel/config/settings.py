@@ -100,10 +100,12 @@ class AlgorithmConfig:
     period: Any = 5
     #: What happens to momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
-    #: Steps after which a mean is merged (cocod), at most the longest period. null: at its round's end, as in the paper.
+    #: Steps after which a mean is merged (cocod), at most the longest period; `auto`: as few as hide it, measured before
+    #: training. null: at its round's end, as in the paper.
     delay: Any = None
     #: How models are sent: fp32, or bf16, int8, int4, ternary or topk:SHARE of the change since the last mean. For gradients
-    #: (ssgd, pipe) the same, and qsgd:BITS or terngrad.
+    #: (ssgd, pipe) the same, and qsgd:BITS or terngrad. `auto` (local, cocod): the longest of fp32, bf16, int8, int4 and
+    #: ternary that the shortest rounds hide, measured before training.
     payload: str = "fp32"
     #: Send the model in this many parts, one after the other within a round; at most the shortest period.
     fragments: int = field(default=1, metadata=at_least(1))
@@ -328,10 +330,16 @@ class Config:
         return bool(self.algorithm.period == AUTO)
 
     @property
+    def has_auto_code(self) -> bool:
+        """Whether the payload or the delay is to be chosen before training."""
+        return AUTO in (self.algorithm.payload, self.algorithm.delay)
+
+    @property
     def period_by_epoch(self) -> list[tuple[int, int]]:
         """(first epoch, period) pairs; for ``auto``, the shortest possible period until one has been chosen."""
         if self.has_auto_period:
-            return [(0, self.algorithm.fragments)]
+            delay = self.algorithm.delay
+            return [(0, max(self.algorithm.fragments, delay if isinstance(delay, int) else 1))]
         return list(Period.parse(_plain(self.algorithm.period)).schedule)
 
 

@@ -26,6 +26,7 @@ from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
+from cocod_accel.theory.hiding import AUTO
 from cocod_accel.trainer.export import model_digest
 from cocod_accel.trainer.launch import threads_of_each
 from cocod_accel.trainer.process import seed_everything
@@ -327,5 +328,11 @@ def _check(config: Config) -> None:
     ):
         if refused:
             raise ConfigError(f"cluster.{key}={value}: {fix}")
-    if config.has_auto_period:
-        raise ConfigError(f"algorithm.period={config.algorithm.period}: follows measured times; give a number of steps")
+    options = config.algorithm
+    for key, value, fix in (
+        ("period", options.period, "give a number of steps"),
+        ("payload", options.payload, "name a payload"),
+        ("delay", options.delay, "give a number of steps, or null"),
+    ):
+        if value == AUTO:
+            raise ConfigError(f"algorithm.{key}={value}: follows measured times; {fix}")

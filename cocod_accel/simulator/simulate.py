@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config
@@ -26,7 +26,7 @@ from cocod_accel.simulator.timeline import (
 )
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import StepTimes
-from cocod_accel.theory.hiding import choose_period
+from cocod_accel.theory.hiding import choose
 from cocod_accel.trainer.work import Work
 
 
@@ -84,13 +84,34 @@ def configured(cluster: Cluster, arguments: list[str], algorithm: str | None = N
     config = load_config([*arguments, *own])
     _refuse(config)
     config.emulate.cluster = title(cluster)
-    if config.has_auto_period:
-        config.algorithm.period = choose_period(expected_times(cluster, config), least=config.algorithm.fragments)
+    if config.has_auto_period or config.has_auto_code:
+        _choose(cluster, config)
     if steps is not None:
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be at least 1")
         _set_length(config, steps)
     return config
+
+
+def _choose(cluster: Cluster, config: Config) -> None:
+    """What is to be chosen, as the trainer would."""
+    options, has_period = config.algorithm, not config.has_auto_period
+
+    def times_of(payload: str) -> StepTimes:
+        coded = replace(config, algorithm=replace(options, payload=payload, delay=None))
+        return expected_times(cluster, coded)
+
+    choice = choose(
+        times_of,
+        payload=options.payload,
+        period=min(k for _, k in config.period_by_epoch) if has_period else None,
+        delay=options.delay,
+        least=options.fragments,
+    )
+    options.payload, options.delay = choice.payload, choice.delay
+    if not has_period:
+        options.period = choice.period
+    validate(config)
 
 
 def expected_times(cluster: Cluster, config: Config) -> StepTimes:

@@ -89,14 +89,15 @@ class Control:
 
     # ---- time
 
-    def time_transfer(self) -> float:
+    def time_transfer(self, payload: str | None = None) -> float:
         """Seconds that a transfer like a round's takes, from when this worker joins it. Collective; no model is changed.
 
+        ``payload``: as if it were coded so.
         What is in flight is waited for first, so that the link is free. It is not counted in ``stats()``.
         """
         self._sync._settle("time_transfer()")
         self._driver.state()
-        return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers)
+        return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers, codec=payload)
 
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``."""

@@ -12,14 +12,12 @@ from dataclasses import replace
 from cocod_accel.sharding.plan import balanced_batches, fixed_shares, with_batches
 from cocod_accel.sharding.speeds import measure_speeds, relative_speeds
 from cocod_accel.trainer.auto_period import AutoPeriod
-from cocod_accel.trainer.calibration import sample_steps
+from cocod_accel.trainer.calibration import TIMED_SECONDS, sample_steps
 from cocod_accel.trainer.recorder import Recorder
 from cocod_accel.trainer.worker import Worker
 
 #: Batches are moved only if that makes a step at least this much shorter; moving costs a blocking average.
 _WORTH_MOVING = 0.05
-#: How long steps are timed at most, before training, to choose the first period.
-_TIMED_SECONDS = 2.0
 #: No worker's batch shrinks below this fraction of batch_size, nor to 1, which BatchNorm cannot take.
 _SMALLEST_FRACTION = 8
 
@@ -31,7 +29,7 @@ class Adaptation:
         self._worker, self._recorder, self._config = worker, recorder, worker.config
         self._auto: AutoPeriod | None = None
         if self._config.has_auto_period:
-            self._auto = AutoPeriod(worker.sync, worker.gather, self._config.algorithm.fragments)
+            self._auto = AutoPeriod(worker.sync, worker.gather, self._config.period_by_epoch[0][1])
 
     @property
     def period(self) -> int | None:
@@ -43,7 +41,7 @@ class Adaptation:
         if self._auto is not None:
             worker = self._worker
             worker.now_at("the measurement of its step")
-            seconds = min(_TIMED_SECONDS, self._config.cluster.measure_seconds)
+            seconds = min(TIMED_SECONDS, self._config.cluster.measure_seconds)
             with sample_steps(self._config, worker.task, worker.accelerator, worker.work.batch) as run_step:
                 measured = measure_speeds(run_step, min_seconds=seconds)
             self._auto.begin_anew()

@@ -30,6 +30,9 @@ from cocod_accel.tasks.data import Images, batches
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
 
+#: How long steps are timed at most, before training, to choose a period or a payload.
+TIMED_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Calibration:

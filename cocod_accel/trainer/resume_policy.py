@@ -17,9 +17,12 @@ from cocod_accel.config.loading import flattened, load_config
 from cocod_accel.config.settings import Config, may_differ
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.runs.folder import RunFolder, lock, numbered_folders
+from cocod_accel.theory.hiding import AUTO
 
 logger = logging.getLogger(__name__)
 
+#: In a run's own file, ``auto`` of these has become what was chosen.
+_CHOSEN = ("algorithm.payload", "algorithm.delay")
 #: Holds the name of whoever started the run.
 _LAUNCHER = ".launcher"
 
@@ -70,6 +73,8 @@ def differences(config: Config, path: Path) -> list[str]:
         return [str(error)]
     own = flattened(dataclasses.asdict(config))
     compared = [key for key in own if not may_differ(key, Affects.RUN)]
+    # The choice of the earlier run is kept.
+    compared = [key for key in compared if not (key in _CHOSEN and own[key] == AUTO)]
     return [f"{key} is {own[key]}, was {other.get(key)}" for key in compared if own[key] != other.get(key)]
 
 

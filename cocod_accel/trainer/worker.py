@@ -16,8 +16,12 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.runs.clock import TimeToAccuracy, TrainingClock
 from cocod_accel.sharding.sampler import seeded_generator
+from cocod_accel.sharding.speeds import measure_speeds
 from cocod_accel.sync.attach import attach
+from cocod_accel.sync.sync import Sync
 from cocod_accel.tasks import Task, build_optimizer
+from cocod_accel.trainer.auto_code import choose_code
+from cocod_accel.trainer.calibration import TIMED_SECONDS, sample_steps
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
 from cocod_accel.trainer.steps import check_finite, loss_of
@@ -36,13 +40,12 @@ class Worker:
         self.work = Work.of(config, task.num_train, self.rank)
         inner = node_group(config.cluster.workers_per_replica)
         self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner)
-        try:
-            weight = self.work.plan.weights[self.rank]
-            self.sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner)
-        except (TypeError, ValueError) as error:  # on all workers
-            raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
-        if config.link is not None:
-            self.sync.control.emulate_link(config.link)
+        self.sync = self._attach(inner)
+        if config.has_auto_code:
+            self._choose_code()
+            self.sync.detach()
+            self.work = Work.of(config, task.num_train, self.rank)
+            self.sync = self._attach(inner)
         if config.logging.spans:
             self.sync.control.record_spans()
         self.sync.control.guard = self.check_losses
@@ -60,6 +63,27 @@ class Worker:
         self.unchecked: list[Tensor] = []
         #: Of the random crops and flips.
         self.generator = torch.Generator()
+
+    def _attach(self, inner: Any) -> Sync:
+        try:
+            weight = self.work.plan.weights[self.rank]
+            sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner)
+        except (TypeError, ValueError) as error:  # on all workers
+            raise ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}") from error
+        if self.config.link is not None:
+            sync.control.emulate_link(self.config.link)
+        return sync
+
+    def _choose_code(self) -> None:
+        """The payload and the delay, where they are to be chosen."""
+        self.now_at("the measurement of its step")
+        options, seconds = self.config.algorithm, min(TIMED_SECONDS, self.config.cluster.measure_seconds)
+        with sample_steps(self.config, self.task, self.accelerator, self.work.batch) as run_step:
+            measured = measure_speeds(run_step, min_seconds=seconds)
+        choice, why = choose_code(self.config, self.sync, self.gather, measured.step_seconds[self.rank])
+        options.payload, options.delay = choice.payload, choice.delay
+        if self.is_main:
+            print(why, flush=True)
 
     @property
     def step(self) -> int:
