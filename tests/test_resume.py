@@ -46,7 +46,7 @@ SAMPLE = [
     Case("ssgd", True, "sgd", 8, False, num_workers=3),  # three: the order of a sum matters
     Case("cocod", True, "sgd", 7, True, num_workers=3),
     Case("cocod", True, "sgd", 13, True, num_workers=4, workers_per_replica=2),  # two nodes
-    Case("cocod", True, "sgd", 13, True, has_anchor=True, payload="ternary", delay=2),  # merged before the round ends
+    Case("cocod", True, "sgd", 12, True, has_anchor=True, payload="ternary", delay=2),  # merged one step later
 ]
 
 
