@@ -13,6 +13,7 @@ from benchmarks.links.peers import (
     Contender,
     TorchDDP,
     TorchDDPHalf,
+    TorchDDPPower,
     TorchftDiLoCo,
     TorchftLocal,
     TorchPostLocal,
@@ -33,7 +34,7 @@ class Ours(Contender):
     def set_up(self) -> None:
         kind: Any = ALGORITHMS[self.algorithm]
         reduces = kind.reduces_gradients
-        algorithm = kind() if reduces else kind(period=self.period, **self.options)
+        algorithm = kind(**self.options) if reduces else kind(**{"period": self.period, **self.options})
         self.model = DistributedDataParallel(self.module, forward_sync_buffers=False)
         self.sync = attach(self.model, self.optimizer, algorithm)
 
@@ -52,7 +53,8 @@ class Ours(Contender):
 
 
 def _ours(name: str, **options: Any) -> type[Ours]:
-    label = f"{name}{''.join(f', {value}' for value in options.values())}"
+    shown = [f"k={value}" if key == "period" else str(value) for key, value in options.items()]
+    label = ", ".join([name, *shown])
     return type(f"Ours_{label}", (Ours,), {"algorithm": name, "label": label, "options": options})
 
 
@@ -60,12 +62,15 @@ CONTENDERS: dict[str, type[Contender]] = {
     "none": Contender,
     "ddp": TorchDDP,
     "ddp_fp16": TorchDDPHalf,
+    "ddp_powersgd": TorchDDPPower,
     "post_local": TorchPostLocal,
     "accelerate_local": AccelerateLocal,
     "torchft_local": TorchftLocal,
     "torchft_diloco": TorchftDiLoCo,
     **{name: _ours(name) for name in ALGORITHMS},
     "cocod_int8": _ours("cocod", payload="int8"),
+    # What is recommended for slow links.
+    "cocod_ternary": _ours("cocod", period=1, payload="ternary"),
 }
 OURS = tuple(ALGORITHMS)
 

@@ -85,6 +85,19 @@ class TorchDDPHalf(TorchDDP):
         self.model.register_comm_hook(None, fp16_compress_hook)  # type: ignore[operator]
 
 
+class TorchDDPPower(TorchDDP):
+    """Low-rank gradients (Vogels et al. 2019), with torch's defaults but for the steps before it begins, a thousand."""
+
+    label = "torch DDP, PowerSGD hook"
+
+    def set_up(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        super().set_up()
+        state = PowerSGDState(process_group=None, start_powerSGD_iter=2)
+        self.model.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
+
+
 class Averaging(Contender):
     """Peers that average models themselves; their mean is evaluated."""
 

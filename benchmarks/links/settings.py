@@ -20,7 +20,7 @@ class StepSettings:
     """Time per step."""
 
     #: Links, each given as r_1: the time of one payload over that of a step without communication.
-    ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.5, 5.0, 6.0])
+    ratios: list[float] = field(default_factory=lambda: [0.25, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0])
     #: Which contenders to time: names from `benchmarks/links/contenders.py`.
     contenders: list[str] = field(default_factory=lambda: list(_ALL_CONTENDERS))
     #: Larger than for accuracy, so that a step is long compared with the machine's noise.
@@ -30,7 +30,7 @@ class StepSettings:
     #: Blocks per contender and link.
     repeats: int = 5
     #: Contenders to measure more precisely: a few per cent from the limit would drown in the noise of so few blocks.
-    closer: list[str] = field(default_factory=lambda: ["cocod"])
+    closer: list[str] = field(default_factory=lambda: ["cocod", "cocod_ternary"])
     #: Additional blocks for those, per link.
     closer_repeats: int = 20
     #: Links that are also emulated, to check the emulation.
@@ -42,17 +42,19 @@ class AccuracySettings:
     """Time to a target accuracy."""
 
     #: Links, as above.
-    ratios: list[float] = field(default_factory=lambda: [2.0, 3.0])
+    ratios: list[float] = field(default_factory=lambda: [2.0, 8.0])
     #: Those compared most are adjacent, because a machine's speed drifts. Equivalent ones are left out: ssgd is DDP,
     #: and with equal workers asynlocal is local.
     contenders: list[str] = field(
         default_factory=lambda: [
             "ddp",
+            "cocod_ternary",
             "cocod",
             "local",
             "pipe",
             "cocod_int8",
             "ddp_fp16",
+            "ddp_powersgd",
             "post_local",
             "accelerate_local",
             "torchft_local",
