@@ -20,7 +20,7 @@ quickstart: $(READY)
 
 # Several files at a time; then, one by one, what measures time or needs the whole machine. Both, even if the first fails.
 test: $(READY) lint
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"; parallel=$$?; \
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"; parallel=$$?; \
 	$(BIN)/pytest -m "alone and not slow" && exit $$parallel
 
 test-slow: $(READY)
