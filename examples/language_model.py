@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=["ssgd", "local", "cocod"], default="cocod")
     parser.add_argument("--period", type=int, default=8, help="steps a round, of local and cocod")
-    parser.add_argument("--payload", choices=["fp32", "bf16", "int8"], default="fp32", help="what a round sends")
+    parser.add_argument("--payload", default="fp32", help="what is sent: fp32, bf16, int8, int4, ternary, topk:0.01")
     parser.add_argument("--steps", type=int, default=300, help="of the optimizer")
     parser.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--batch-size", type=int, default=16, help="of each worker, in every backward")
@@ -96,16 +96,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, metavar="FILE")
     parser.add_argument("--output", default="runs/language_model", metavar="FOLDER", help="gets model.safetensors")
     args = parser.parse_args()
-    if args.algorithm == "ssgd" and args.payload != "fp32":
-        parser.error(f"--payload {args.payload}: ssgd sends gradients as they are; use --algorithm cocod or local")
     try:
-        local, cocod = LocalSGD(args.period, payload=args.payload), CoCoDSGD(args.period, payload=args.payload)
+        if args.algorithm == "ssgd":
+            args.method = SSGD(payload=args.payload)
+        else:
+            kind = LocalSGD if args.algorithm == "local" else CoCoDSGD
+            args.method = kind(args.period, payload=args.payload)
         args.text = args.text.read_text() if args.text else python_reference()
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if len(args.text) < 20 * args.context:
         parser.error(f"--text: has {len(args.text)} characters; it takes 20 times the context of {args.context}")
-    args.method = {"ssgd": SSGD(), "local": local, "cocod": cocod}[args.algorithm]
     return args
 
 

@@ -145,7 +145,6 @@ class PulledSGD(LocalSGD):
     """An algorithm with an argument of its own."""
 
     name = "pulled"
-    payloads = ("fp32",)
 
     def __init__(self, period: Any, pull: float = 0.5) -> None:
         super().__init__(period)

@@ -111,7 +111,7 @@ def test_the_hugging_face_example_goes_on_from_its_checkpoint(tmp_path: Path) ->
 
 MISTAKES = [
     ("vision", ["--period", "0"], "period=0: a period must be at least 1"),
-    ("language_model", ["--algorithm", "ssgd", "--payload", "int8"], "--payload int8: ssgd sends gradients as they are"),
+    ("language_model", ["--payload", "int5"], "payload='int5' is unknown; choose from fp32, bf16, int8, int4, ternary"),
     ("language_model", ["--text", "nowhere"], "No such file or directory: 'nowhere'"),
     ("hf_trainer", ["--resume", "--output", "nowhere"], "nowhere holds no checkpoint; run it without first"),
 ]
