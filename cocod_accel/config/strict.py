@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import io
 import typing
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -32,6 +34,13 @@ def found(file: str | Path) -> Path:
     return profiles().joinpath(*path.parts[1:])
 
 
+@functools.lru_cache(
+    maxsize=64
+)  # parsing takes longer than everything else, and the same few files are read again and again
+def _parsed(text: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+
+
 def read_yaml(file: str | Path) -> DictConfig:
     """Read a YAML file."""
     path = found(file)
@@ -40,7 +49,7 @@ def read_yaml(file: str | Path) -> DictConfig:
         hint = f"did you mean {Path(file).parent / near[0]}?" if near else "give a YAML file, or key=value"
         raise ConfigError(f"{file}: no such file; {hint}")
     try:
-        tree = OmegaConf.load(path)
+        tree = OmegaConf.create(_parsed(path.read_text()))
     except Exception as error:
         raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
     if not isinstance(tree, DictConfig):
