@@ -98,6 +98,19 @@ def step_row(
     sync.detach()
 
 
+def three_copies(source: Tensor, target: Tensor) -> None:
+    for _ in range(3):
+        target.copy_(source)
+
+
+def print_cost(what: str, ratios: list[float], milliseconds: list[float], name: str) -> None:
+    """A row over three copies."""
+    print(
+        f"{what:33s} {statistics.median(ratios):6.3f}   {spread(ratios):18s} "
+        f"n={len(ratios):<3d} {name} {statistics.median(milliseconds):.1f} ms"
+    )
+
+
 def round_end_row(rank: int, repeats: int) -> None:
     model = DistributedDataParallel(cifar_resnet18())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -108,10 +121,7 @@ def round_end_row(rank: int, repeats: int) -> None:
     ratios, milliseconds = [], []
     for repeat in range(repeats + 2):
         dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(3):
-            target.copy_(source)
-        copies = time.perf_counter() - begin
+        copies = timed(lambda: three_copies(source, target))
         dist.barrier()
         begin = time.perf_counter()
         replica.launch()
@@ -126,10 +136,7 @@ def round_end_row(rank: int, repeats: int) -> None:
             ratios.append(work / copies)
             milliseconds.append(1e3 * work)
     if rank == 0:
-        print(
-            f"{'round end / 3 copies, ResNet18':33s} {statistics.median(ratios):6.3f}   {spread(ratios):18s} "
-            f"n={repeats:<3d} round end {statistics.median(milliseconds):.1f} ms"
-        )
+        print_cost("round end / 3 copies, ResNet18", ratios, milliseconds, "round end")
     sync.detach()
 
 
@@ -142,10 +149,7 @@ def codec_row(rank: int, payload: str, repeats: int) -> None:
     ratios, milliseconds = [], []
     for repeat in range(repeats + 2):
         dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(3):
-            target.copy_(source)
-        copies = time.perf_counter() - begin
+        copies = timed(lambda: three_copies(source, target))
         dist.barrier()
         begin = time.perf_counter()
         coder.encode(values, centre, Header(Kind.ROUND, repeat, (1.0, 1.0), rank))
@@ -156,10 +160,7 @@ def codec_row(rank: int, payload: str, repeats: int) -> None:
             ratios.append(work / copies)
             milliseconds.append(1e3 * work)
     if rank == 0:
-        print(
-            f"{f'coding {payload} / 3 copies':33s} {statistics.median(ratios):6.3f}   {spread(ratios):18s} "
-            f"n={repeats:<3d} coding {statistics.median(milliseconds):.1f} ms"
-        )
+        print_cost(f"coding {payload} / 3 copies", ratios, milliseconds, "coding")
 
 
 def memory_row(rank: int) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,7 +42,7 @@ class Work:
     row: int
 
 
-class Codec:
+class Codec(ABC):
     """One way of writing numbers. Gradients of one worker use one object, because it may draw random numbers."""
 
     #: Elements that share a scale, at most; None: a whole chunk is one block.
@@ -59,24 +60,24 @@ class Codec:
         """Of a chunk."""
         return num_blocks
 
+    @abstractmethod
     def num_codes(self, block: int, itemsize: int) -> int:
         """Of a block of so many numbers of ``itemsize`` bytes each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
         """blocks -> codes and scales; ``dropped`` <- blocks less what decoding gives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode_(self, codes: Tensor, scales: Tensor, out: Tensor, work: Work) -> None:
         """codes and scales -> the numbers they stand for, the same to the bit on every worker."""
-        raise NotImplementedError
 
     def add_(self, codes: Tensor, scales: Tensor, total: Tensor, factor: float, work: Work) -> None:
         """``total`` += ``factor`` times the numbers they stand for."""
         self.decode_(codes, scales, work.first, work)
         total.add_(work.first, alpha=factor)
 
-    def prepare(self, values: Tensor, key: tuple[int, ...]) -> None:
+    def prepare(self, values: Tensor, key: tuple[int, ...]) -> None:  # noqa: B027 - most codecs need nothing
         """Before all blocks of ``values`` are encoded; ``key``: where random numbers begin."""
 
 

@@ -111,6 +111,18 @@ class FlatCopy:
         for segment in self.segments:
             torch._foreach_copy_(segment.tensors, segment.views)
 
+    @property
+    def core_sizes(self) -> list[list[int]]:
+        """Of the tensors in each of ``cores``, in their order."""
+        sizes = iter([view.numel() for segment in self.segments if not segment.is_extra for view in segment.views])
+        found: list[list[int]] = []
+        for core in self.cores:
+            own: list[int] = []
+            while sum(own) < core.numel():
+                own.append(next(sizes))
+            found.append(own)
+        return found
+
     @cached_property
     def views(self) -> dict[Tensor, Tensor]:
         """The stretch of a buffer that stands for each tensor (tensors hash by identity)."""

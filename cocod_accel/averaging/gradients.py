@@ -33,13 +33,10 @@ class GradientCoder:
     def __init__(self, payload: str, parameters: Sequence[Tensor], route: Route, seed: int) -> None:
         self._route, self._header, self._number = route, None, 0
         like = FlatCopy(parameters)
-        sizes = iter([view.numel() for segment in like.segments for view in segment.views])
-        self._coders: list[Coder] = []
-        for index, core in enumerate(like.cores):
-            own: list[int] = []
-            while sum(own) < core.numel():
-                own.append(next(sizes))
-            self._coders.append(Coder(payload, core, route.comm, sizes=own, seed=(seed, index)))
+        self._coders = [
+            Coder(payload, core, route.comm, sizes=sizes, seed=(seed, index))
+            for index, (core, sizes) in enumerate(zip(like.cores, like.core_sizes, strict=True))
+        ]
 
     _header: Header | None
 

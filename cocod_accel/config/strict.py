@@ -34,9 +34,8 @@ def found(file: str | Path) -> Path:
     return profiles().joinpath(*path.parts[1:])
 
 
-@functools.lru_cache(
-    maxsize=64
-)  # parsing takes longer than everything else, and the same few files are read again and again
+# Parsing takes longer than everything else, and the same few files are read again and again.
+@functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 

@@ -80,13 +80,7 @@ def _collectives(
     flat = FlatCopy(parameters, extras)
     if algorithm.payload == "fp32":
         return [flat.buffers]
-    views = iter([view.numel() for segment in flat.segments if not segment.is_extra for view in segment.views])
-    sizes = []
-    for core in flat.cores:
-        own: list[int] = []
-        while sum(own) < core.numel():
-            own.append(next(views))
-        sizes.append(coded_bytes(algorithm.payload, core.numel(), num_workers, sizes=own))
+    sizes = [coded_bytes(algorithm.payload, sum(own), num_workers, sizes=own) for own in flat.core_sizes]
     return [flat.tails, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]]
 
 
