@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -35,6 +36,7 @@ EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
 def run(arguments: list[str]) -> int:
     """Check everything that can be checked alone, then connect and train."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
+    gc.freeze()  # what was imported is never garbage
     arguments = runtime.without_launcher_arguments(arguments)
     config = load_training_config(arguments)
     runtime.seed_everything(config.seed)  # the same model on every worker

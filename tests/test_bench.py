@@ -212,8 +212,9 @@ def test_the_configuration_in_the_repository_is_the_default() -> None:
     assert load_settings(["configs/bench/links.yaml"]) == load_settings([])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("place", ["lab", pytest.param("loopback", marks=pytest.mark.slow if why_not() is None else [])])
+@pytest.mark.parametrize("place", ["lab", "loopback"])
 def test_the_real_command_on_tiny_settings(place: str, tmp_path: Path) -> None:
     if place == "lab" and why_not() is not None:
         pytest.skip(str(why_not()))

@@ -254,6 +254,7 @@ SMALL = [
 LAUNCH = "configs/accelerate/deepspeed_cpu_2.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_launched_run_is_killed_goes_on_and_equals_ddp_bit_for_bit(tmp_path: Path) -> None:
     """The embedded default with DDP; then with DeepSpeed from the accelerate configuration alone, and killed on the way."""

@@ -388,6 +388,7 @@ def compiled_by_inductor(rank: int, compiles: bool) -> Any:
     return loops.snapshot(model), sync.stats().rounds
 
 
+@pytest.mark.slow
 def test_a_model_compiled_by_inductor_trains_like_the_eager_one() -> None:
     eager, compiled = (run_workers(2, compiled_by_inductor, compiles, seconds=110, fresh=True) for compiles in (False, True))
     for (expected, rounds), (found, rounds_too) in zip(eager, compiled, strict=True):

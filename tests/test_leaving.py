@@ -50,7 +50,9 @@ accelerator.end_training()
 
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_threads_that_are_late_do_not_abort_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", ["0.005", pytest.param("0.01", marks=pytest.mark.slow)])
+def test_threads_that_are_late_do_not_abort_it(seconds: str, tmp_path: Path) -> None:
+    """Without the wait the process aborts, at 0.005 nearly always."""
     (tmp_path / "slow.c").write_text(SLOW_THREADS)
     (tmp_path / "script.py").write_text(SCRIPT)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "slow.so", tmp_path / "slow.c", "-ldl"], check=True)
@@ -62,18 +64,17 @@ def test_threads_that_are_late_do_not_abort_it(tmp_path: Path) -> None:
         "--nproc-per-node=2",
         str(tmp_path / "script.py"),
     ]
-    for seconds in ("0.005", "0.01"):  # aborts of the process without the wait: at 0.005 nearly always
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-            "LD_PRELOAD": str(tmp_path / "slow.so"), "SLOW_SECONDS": seconds,
-        }  # fmt: skip
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(launch, env=environment, **pipes)
-        try:
-            out, err = process.communicate(timeout=35)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its workers
-            process.communicate(timeout=40)
-            raise
-        assert process.returncode == 0, f"{seconds} s: {err}"
-        assert out.count("[0, 1]") == 2
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        "LD_PRELOAD": str(tmp_path / "slow.so"), "SLOW_SECONDS": seconds,
+    }  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(launch, env=environment, **pipes)
+    try:
+        out, err = process.communicate(timeout=35)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its workers
+        process.communicate(timeout=40)
+        raise
+    assert process.returncode == 0, f"{seconds} s: {err}"
+    assert out.count("[0, 1]") == 2

@@ -147,6 +147,7 @@ def test_the_tutorials_lines_work_as_written(lab: Lab, tmp_path: Path) -> None:
         assert started_by_accelerate[key] == started_by_torchrun[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_machines_measure_the_link_between_them(lab: Lab, tmp_path: Path) -> None:
     """A limited link: what is planned from must be its time, not that of a machine's memory."""

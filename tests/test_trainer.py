@@ -159,7 +159,9 @@ def leveldb_records(data: bytes) -> list[bytes]:
     return records
 
 
+@pytest.mark.slow
 def test_accelerate_launch_and_torchrun_give_the_same_numbers(tmp_path: Path) -> None:
+    """On one machine; ``test_multinode`` compares them on two."""
     arguments = ["-m", "cocod_accel.train", "configs/quickstart.yaml", *TINY, "logging.trackers=[]", f"output={tmp_path}"]
     launched = command("accelerate", "launch", "--config_file", "configs/accelerate/cpu_2.yaml", *arguments, "name=a")
     assert launched.returncode == 0, launched.stderr

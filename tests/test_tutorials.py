@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,10 +165,19 @@ class Follower:
     def _started(self) -> Iterator[int]:
         """Processes whose environment names this page's folder: nobody else's does."""
         mark = f"PYTHONPATH={self.folder}".encode()
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    yield int(path.parent.name)
+                if mark in _environment(process).split(b"\0"):
+                    yield int(process.name)
+
+
+def _environment(process: Path) -> bytes:
+    """What the process was started with; a program that is just being started has none for a moment."""
+    deadline = time.monotonic() + 1
+    while not (found := (process / "environ").read_bytes()) and time.monotonic() < deadline:
+        os.readlink(process / "exe")  # kernel threads and the dead have none either, nor a program: an OSError
+        os.sched_yield()
+    return found
 
 
 #: A plain accelerate script that has done everything, end_training() too, aborts now and then on a busy machine: see

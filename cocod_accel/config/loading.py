@@ -20,7 +20,7 @@ from cocod_accel.config.settings import MEASURE as MEASURE
 from cocod_accel.config.settings import Config as Config
 from cocod_accel.config.settings import TaskConfig as TaskConfig
 from cocod_accel.config.strict import ConfigError as ConfigError
-from cocod_accel.config.strict import first_line, merge_strictly, read_yaml, require, resolved, save_yaml
+from cocod_accel.config.strict import first_line, merge_strictly, parse_yaml, read_text, require, resolved, save_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ def merged_config(arguments: list[str]) -> Config:
     """The same without validating the whole: keys are known and values have their types, nothing more."""
     files = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
-    given_by = [(_modernised(read_yaml(file), file), file) for file in files]
+    from_files = _merged_files(tuple((file, read_text(file)) for file in files))
     try:
         # All at once: a tree for each of them takes longer than all the rest.
         together = [_override(*overrides)] if overrides else []
-        config = resolved(merge_strictly(Config, _defaults(), given_by + together))
+        config = resolved(merge_strictly(Config, from_files, together))
     except ConfigError:
         if len(overrides) <= 1:
             raise
         one_by_one = [_override(override) for override in overrides]  # to name the one that is wrong
-        config = resolved(merge_strictly(Config, _defaults(), given_by + one_by_one))
+        config = resolved(merge_strictly(Config, from_files, one_by_one))
     assert isinstance(config, Config)
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
     return config
@@ -61,9 +61,12 @@ def _override(*overrides: str) -> tuple[DictConfig, str]:
     return _modernised(given, source), source
 
 
-@functools.cache  # building it takes as long as merging
-def _defaults() -> Any:
-    return OmegaConf.structured(Config)
+# A grid loads the same few files with other overrides, hundreds of times.
+@functools.lru_cache(maxsize=64)
+def _merged_files(files: tuple[tuple[str, str], ...]) -> Any:
+    """The defaults with what files hold, each given by its name and its text. Merging on top of it copies it."""
+    given_by = [(_modernised(parse_yaml(text, file), file), file) for file, text in files]
+    return merge_strictly(Config, OmegaConf.structured(Config), given_by)
 
 
 def load_training_config(arguments: list[str]) -> Config:

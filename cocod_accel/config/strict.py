@@ -34,21 +34,23 @@ def found(file: str | Path) -> Path:
     return profiles().joinpath(*path.parts[1:])
 
 
-# Parsing takes longer than everything else, and the same few files are read again and again.
-@functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-
-
-def read_yaml(file: str | Path) -> DictConfig:
-    """Read a YAML file."""
+def read_text(file: str | Path) -> str:
+    """What a YAML file holds."""
     path = found(file)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
         hint = f"did you mean {Path(file).parent / near[0]}?" if near else "give a YAML file, or key=value"
         raise ConfigError(f"{file}: no such file; {hint}")
     try:
-        tree = OmegaConf.create(_parsed(path.read_text()))
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
+
+
+def parse_yaml(text: str, file: str | Path) -> DictConfig:
+    """The mapping that ``text`` is; ``file`` names it in messages."""
+    try:
+        tree = OmegaConf.load(io.StringIO(text))
     except Exception as error:
         raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
     if not isinstance(tree, DictConfig):
@@ -130,6 +132,7 @@ def _check_keys(root: type, node: type, given: Any, prefix: str, source: str) ->
             raise ConfigError(f"{_where(source, f'{prefix}{key}')}: must be a list, not {value!r}")
 
 
+@functools.cache
 def _sections(node: type) -> dict[str, tuple[type | None, str]]:
     """Every key of a dataclass: the dataclass it holds (None: a plain value), and whether it is one, optional or a list."""
     hints = typing.get_type_hints(node)

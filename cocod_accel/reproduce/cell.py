@@ -1,7 +1,4 @@
-"""Runs one cell of a grid in a separate process.
-
-python -m cocod_accel.reproduce.cell '{"cell": {...}, "out": "...", "overrides": [], "made_with": "..."}'
-"""
+"""Runs one cell of a grid: what a process of its own does."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,10 +51,9 @@ def append(path: Path, line: str) -> None:
         file.write(line.encode() + b"\n")
 
 
-def main(job: dict[str, Any]) -> None:
-    cell = job["cell"]
-    run(Cell(**{**cell, "arguments": tuple(cell["arguments"])}), Path(job["out"]), job["overrides"], job["made_with"])
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+def run_logged(log: Path, cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:
+    """:func:`run` with what it says in a file, whichever library says it."""
+    with log.open("w") as said, open(os.devnull, "w") as nothing:
+        os.dup2(said.fileno(), 2)
+        os.dup2(nothing.fileno(), 1)
+    run(cell, out, overrides, made_with)

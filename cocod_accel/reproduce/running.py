@@ -1,5 +1,7 @@
 """Runs cells in parallel, each in its own process, and keeps one row for each finished cell.
 
+Processes are forked from a server that has imported torch once: importing it takes longer than many a small cell.
+
 A cell that has a row is never run again, so a grid resumes after any interruption. Rows are small enough to be
 committed: a run's summary and its evaluations. Its run folder can be recreated from them for ``cocod compare``.
 """
@@ -8,15 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import multiprocessing
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ _SUMMARY = (
 _EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
 #: Also kept if the averaged model's loss on the training data was computed.
 _MORE = ("mean_train_loss",)
-_POLL_SECONDS = 0.2
+_CELL = "cocod_accel.reproduce.cell"
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
@@ -84,7 +86,7 @@ def missing(cells: Sequence[Cell], rows: Rows, overrides: Sequence[str] = ()) ->
 def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequence[str] = ()) -> None:
     """Run them ``jobs`` at a time; each appends its row to ``rows.jsonl`` when it finishes."""
     waiting, num_done = list(cells), 0
-    running: dict[subprocess.Popen[str], tuple[Cell, Path]] = {}
+    running: dict[BaseProcess, tuple[Cell, Path]] = {}
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     # On SIGTERM, kill the running cells before exiting.
@@ -97,12 +99,12 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequenc
                 log = logs / f"{cell.name}.log"
                 running[_start(cell, out, log, overrides)] = cell, log
                 bar.set_postfix_str(cell.name)
-            time.sleep(_POLL_SECONDS)
-            for process in [process for process in running if process.poll() is not None]:
+            wait([process.sentinel for process in running])
+            for process in [process for process in running if process.exitcode is not None]:
                 cell, log = running.pop(process)
-                if process.returncode != 0:
+                if process.exitcode != 0:
                     lines = log.read_text(errors="replace").strip().splitlines()
-                    said = lines[-1] if lines else f"exit code {process.returncode}"
+                    said = lines[-1] if lines else f"exit code {process.exitcode}"
                     raise RuntimeError(f"{cell.name}: {said}; see {log}")
                 log.unlink()
                 num_done += 1
@@ -114,21 +116,18 @@ def run_cells(cells: Sequence[Cell], out: Path, *, jobs: int, overrides: Sequenc
         signal.signal(signal.SIGTERM, before)
         for process in running:
             process.kill()
-            process.wait()
+            process.join()
 
 
-def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
+def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> BaseProcess:
+    from cocod_accel.reproduce.cell import run_logged
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_CELL])
     made_with = fingerprint(cell, tuple(overrides))
-    job = json.dumps({"cell": asdict(cell), "out": str(out), "overrides": list(overrides), "made_with": made_with})
-    with log.open("w") as complaints:
-        return subprocess.Popen(
-            [sys.executable, "-m", "cocod_accel.reproduce.cell", job],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=complaints,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    process = context.Process(target=run_logged, args=(log, cell, out, list(overrides), made_with))
+    process.start()
+    return process
 
 
 # ---------------------------------------------------------------------------------------------- rows and folders

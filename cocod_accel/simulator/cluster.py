@@ -6,6 +6,8 @@ measured step, its batch and its speed; an all-reduce from latency and bandwidth
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +15,16 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
-from cocod_accel.config.strict import ConfigError, merge_strictly, read_yaml, require, require_choice, resolved, save_yaml
+from cocod_accel.config.strict import (
+    ConfigError,
+    merge_strictly,
+    parse_yaml,
+    read_text,
+    require,
+    require_choice,
+    resolved,
+    save_yaml,
+)
 from cocod_accel.sharding.plan import check_speeds
 
 TOPOLOGIES = ("ring", "tree", "hierarchical")
@@ -196,8 +207,13 @@ def _interpolated(rows: list[list[float]], num_bytes: float) -> float:
 
 def load_cluster(path: str | Path) -> Cluster:
     """The cluster that a YAML file describes."""
-    given = read_yaml(path)
-    cluster = resolved(merge_strictly(Cluster, OmegaConf.structured(Cluster), [(given, str(path))]))
+    return copy.deepcopy(_loaded(str(path), read_text(path)))
+
+
+# A grid's cells are on the same few clusters.
+@functools.lru_cache(maxsize=16)
+def _loaded(path: str, text: str) -> Cluster:
+    cluster = resolved(merge_strictly(Cluster, OmegaConf.structured(Cluster), [(parse_yaml(text, path), path)]))
     assert isinstance(cluster, Cluster)
     try:
         validate(cluster)
