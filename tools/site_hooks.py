@@ -88,7 +88,7 @@ class Module:
         """Names that come from elsewhere in the package, and the file they come from."""
         return {
             alias.name: node.module.removeprefix("cocod_accel.").replace(".", "/")
-            for node in self.tree.body
+            for node in ast.walk(self.tree)
             if isinstance(node, ast.ImportFrom) and node.module is not None
             for alias in node.names
         }
