@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-slow lint docs bench bench-simulated bench-core bench-mixed bench-plan clean
+.PHONY: quickstart test test-slow lint style types docs bench bench-simulated bench-core bench-mixed bench-plan clean
 
 QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
@@ -18,21 +18,28 @@ quickstart: $(READY)
 	@$(BIN)/cocod compare $(QUICKSTART)/ssgd $(QUICKSTART)/cocod
 	@echo "run folders: $(QUICKSTART)/ssgd $(QUICKSTART)/cocod"
 
-# Several files at a time; then, one by one, what measures time or needs the whole machine. Both, even if the first fails.
-test: $(READY) lint
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow"; parallel=$$?; \
-	$(BIN)/pytest -m "alone and not slow" && exit $$parallel
+# Several files at a time, and the types beside them; then, one by one, what needs the whole machine. All, even if one fails.
+test: $(READY) style
+	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; failed=0; \
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow" || failed=1; \
+	wait $$types || failed=1; cat $(VENV)/types.log; \
+	$(BIN)/pytest -m "alone and not slow" || failed=1; \
+	exit $$failed
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow
 	$(BIN)/python -m tests.resume
 	$(BIN)/python -m tests.soak
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
