@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -611,6 +613,60 @@ def test_an_emulated_link_is_stretched_to_the_bytes_that_are_sent() -> None:
             assert saves == workers[0][2], "a wish is known to all after the same step"
             assert sum(saves) == 1
     assert results["int8"][0][1] < 0.3 * results["fp32"][0][1]
+
+
+class Pause(torch.autograd.Function):
+    """In a backward: until what every worker has sent in the first stage has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, has_arrived: Callable[[], bool]) -> Tensor:
+        ctx.has_arrived = has_arrived
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        deadline = time.monotonic() + 60
+        while not ctx.has_arrived():
+            assert time.monotonic() < deadline, "the first stage never ended"
+        return gradient, None
+
+
+class Paused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 900), nn.Linear(900, 3)
+        self.has_arrived: Callable[[], bool] = lambda: True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Pause.apply(self.first(x), self.has_arrived))  # type: ignore[no-any-return]
+
+
+def gathers_in_backward(rank: int) -> list[bool]:
+    own = Paused()
+    model, optimizer, sync = begin(rank, CoCoDSGD(1, payload="int8"), own)
+
+    def handle() -> Any:
+        flight = sync._driver.replica.parts[0]._in_flight
+        assert flight is not None
+        return flight.handle
+
+    found = []
+    for number in range(3):
+        if number:  # with equal starts nothing travels in the first round
+            own.has_arrived = lambda: all(work.is_completed() for work in handle()._inner._works)
+        x, y = loops.make_batch(rank, number, dtype=torch.float32)
+        optimizer.zero_grad()
+        loops.loss_of(model, x, y).backward()
+        if number:
+            found.append(bool(handle()._has_begun))
+        optimizer.step()
+    sync.finish()
+    return found
+
+
+def test_the_second_stage_begins_while_the_worker_computes() -> None:
+    """Else half of a coded average could never be hidden in rounds of one step."""
+    assert run_workers(2, gathers_in_backward) == [[True, True]] * 2
 
 
 class Vector(nn.Module):

@@ -89,6 +89,8 @@ def _nothing(*args: Any) -> None:
 
 
 _Identity = tuple[int, int] | None
+#: In a backward, at most; each costs a call of some microseconds.
+_NUM_PLACES = 16
 
 
 class AttemptCounter:
@@ -100,9 +102,12 @@ class AttemptCounter:
         optimizers: Sequence[Optimizer],
         watcher: Watcher,
         in_passing: Callable[[], None],
+        passed: Sequence[Tensor] = (),
     ) -> None:
         self._watcher = watcher
-        self._in_passing = in_passing  # called where the main thread comes by, twice a step
+        self._in_passing = (
+            in_passing  # called where the main thread comes by: twice a step, and when ``passed`` have gradients
+        )
         self._num_optimizers = len(optimizers)
         # Only what the optimizers hold: their zero_grad() leaves the gradients of other parameters accumulating.
         self._parameters: list[Tensor] = [
@@ -130,6 +135,8 @@ class AttemptCounter:
         for optimizer in optimizers:
             self._removables.append(optimizer.register_step_pre_hook(_Hook(self._step_begins)))
             self._removables.append(optimizer.register_step_post_hook(_Hook(self._step_ends)))
+        for parameter in passed:
+            self._removables.append(parameter.register_post_accumulate_grad_hook(_Hook(self._passes)))
 
     def remove(self) -> None:
         """Take all hooks off again."""
@@ -154,6 +161,9 @@ class AttemptCounter:
         self._witness = None
 
     # ---- hooks
+
+    def _passes(self, parameter: Tensor) -> None:
+        self._in_passing()
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         self._in_passing()
@@ -250,6 +260,11 @@ class AttemptCounter:
         while self._num_owed:
             self._num_owed -= 1
             self._watcher.attempted()
+
+
+def places_in_backward(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Some of the parameters, spread over a backward: it comes by them from the last to the first."""
+    return list(parameters[:: -(-len(parameters) // _NUM_PLACES)]) if parameters else []
 
 
 def _identity(parameter: Tensor) -> _Identity:

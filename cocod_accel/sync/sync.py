@@ -20,7 +20,7 @@ from cocod_accel.sync.ddp import LocalPhase
 from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.preflight import ATTACHED, Report, Subject, check_weights, described, raise_problems
-from cocod_accel.sync.step_counter import AttemptCounter
+from cocod_accel.sync.step_counter import AttemptCounter, places_in_backward
 from cocod_accel.sync.watcher import LoopWatcher
 
 # How long detach() waits for others to join what they all have in flight.
@@ -77,7 +77,9 @@ class Sync:
                 bypass = subject.model is subject.ddp
                 self._phase = LocalPhase(subject.ddp, bypass=bypass, keep_gradients=self._inside is not None)
         self._watcher = LoopWatcher(self._driver, reducer, subject, len(self._weights))
-        self._counter = AttemptCounter(subject.model, subject.optimizers, self._watcher, self._driver.method.poll)
+        # The second stage of an average begins in passing. Twice a step would be too seldom for rounds of one step.
+        places = places_in_backward(subject.trainable) if _has_stages(algorithm, channels) else []
+        self._counter = AttemptCounter(subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places)
         self._control = Control(self)
         ATTACHED.add(subject.module)
         if self._inside is not None:
@@ -254,3 +256,8 @@ class Sync:
         if self._subject.router is not None:
             self._subject.router.channels = self._subject.router.channels_of = None
         self._remove()
+
+
+def _has_stages(algorithm: Algorithm, channels: Channels) -> bool:
+    """Whether an average is a sum and then a gathering: coded ones, and those between nodes of several workers."""
+    return channels.between.num_shards > 1 or (channels.between.size > 1 and algorithm.payload != "fp32")
