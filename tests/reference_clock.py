@@ -25,6 +25,8 @@ class Setting:
     part_seconds: Sequence[float] = (0.0,)
     final_seconds: float = 0.0
     interference: float = 0.0
+    #: What a worker computes before it joins the sum of a step's gradients, or of a part.
+    coding_seconds: float = 0.0
     #: Steps after which a mean is merged, at most its round's; None: where its part is launched again.
     delay: int | None = None
 
@@ -70,6 +72,8 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
     for step in range(setting.steps[worker]):
         yield "compute", setting.seconds[worker][step]
         position += 1
+        if name in ("ssgd", "pipe") and setting.coding_seconds:
+            yield "compute", setting.coding_seconds
         if name == "ssgd":
             number = joined(setting.gradient_seconds)
             yield "join", number
@@ -87,13 +91,15 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
                 yield "wait", pending.pop(part)
                 del due[part]
             for part in [part for part in range(fragments) if (part * length) // fragments == position]:
+                if part in pending:
+                    yield "wait", pending[part]
+                if setting.coding_seconds:
+                    yield "compute", setting.coding_seconds
                 if name in ("local", "asynlocal"):
                     number = joined(setting.part_seconds[part])
                     yield "join", number
                     yield "wait", number
                     continue
-                if part in pending:
-                    yield "wait", pending[part]
                 pending[part] = joined(setting.part_seconds[part])
                 if setting.delay is not None:
                     due[part] = step + 1 + min(setting.delay, length)

@@ -68,6 +68,7 @@ def together(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
         part_seconds=draw(st.lists(seconds, min_size=fragments, max_size=fragments)),
         final_seconds=draw(seconds),
         interference=draw(st.sampled_from([0.0, 0.25, 0.9]) | st.floats(0, 0.95)),
+        coding_seconds=draw(st.just(0.0) | seconds),
         delay=draw(st.none() | st.integers(1, max(k for _, k in pairs))) if name == "cocod" else None,
     )
     return setting, [pairs] * workers, steps
@@ -91,6 +92,7 @@ def by_speed(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
         part_seconds=draw(st.lists(seconds, min_size=fragments, max_size=fragments)),
         final_seconds=draw(seconds),
         interference=draw(st.floats(0, 0.95)),
+        coding_seconds=draw(st.just(0.0) | seconds),
     )
     return setting, pairs, steps[0]
 
@@ -115,8 +117,8 @@ def timeline_of(setting: reference_clock.Setting, pairs: list[list[tuple[int, in
         algorithm=setting.algorithm,
         periods=[Period.parse(own) for own in pairs],
         parcels=Parcels(
-            Parcel(setting.gradient_seconds, 0),
-            tuple(Parcel(s, 1) for s in setting.part_seconds),
+            Parcel(setting.gradient_seconds, 0, setting.coding_seconds),
+            tuple(Parcel(s, 1, setting.coding_seconds) for s in setting.part_seconds),
             Parcel(setting.final_seconds, 0),
         ),
         times=side_by_side(setting),

@@ -20,6 +20,8 @@ and the node gathers the coded results.
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,12 +29,13 @@ import torch
 from torch import Tensor
 
 from cocod_accel.averaging.codecs import Codec, Plain, TernGrad, Work, make_codec
-from cocod_accel.averaging.header import ROW_BYTES, Header, any_vote
-from cocod_accel.comm.handles import Communicator, Exchange, Handle
+from cocod_accel.averaging.header import ROW_BYTES, Header, Kind, any_vote
+from cocod_accel.comm.handles import Communicator, Exchange, Handle, wait_for_device
 
 # Coded in pieces of about this many elements on CPU, so that the passes over a piece find it in the cache. Smaller ones cost
 # more in calls than they gain.
 _CPU_TILE = 1 << 18
+_NUM_TIMED = 3
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,23 @@ class Coder:
     def _room(self, tile: Tile) -> tuple[Tensor, Work]:
         first, second, third = self._scratch[:, : tile.blocks.stop - tile.blocks.start]
         return first, Work(second, third, tile.row)
+
+
+@torch.no_grad()
+def time_coding(name: str, values: Tensor, comm: Communicator) -> float:
+    """Seconds that this worker's main thread encodes, combines and decodes for one average of ``values``; sends nothing."""
+    coder, mean = Coder(name, values, comm), torch.zeros_like(values)
+    header = Header(Kind.ROUND, 0, (1.0,) * comm.size, comm.rank)
+    seconds = []
+    for _ in range(_NUM_TIMED):
+        wait_for_device()
+        begin = time.perf_counter()
+        coder.encode(values, mean, header)
+        coder.combine(header.factors, float(comm.size))
+        coder.decode(mean, mean)
+        wait_for_device()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 @torch.no_grad()

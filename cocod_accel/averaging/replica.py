@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.coder import coded_bytes
+from cocod_accel.averaging.coder import coded_bytes, time_coding
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
 from cocod_accel.averaging.part import Ballot, Drift, Part
@@ -215,6 +215,12 @@ class Replica:
         comm.launch(payload).wait()
         wait_for_device()
         return time.perf_counter() - begin
+
+    def time_coding(self, codec: str) -> float:
+        """Seconds that the main thread takes to code a round's payload; sends nothing."""
+        if codec == "fp32" or self.route.is_alone or not self.parameters:
+            return 0.0
+        return sum(time_coding(codec, core.normal_(), self.route.comm) for core in FlatCopy(self.parameters).cores)
 
     # ---- the state between two steps
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +86,7 @@ def _write(grid: Grid, out: Path, overrides: Sequence[str]) -> None:
     from cocod_accel.report.writing import collect, write_all
     from cocod_accel.reproduce.figures import save
     from cocod_accel.reproduce.grid import MODELS
+    from cocod_accel.reproduce.learning import learned
     from cocod_accel.reproduce.running import folder_of
     from cocod_accel.reproduce.tables import report
 
@@ -92,6 +95,11 @@ def _write(grid: Grid, out: Path, overrides: Sequence[str]) -> None:
     print(text)
     (out / "tables.txt").write_text(text + "\n")
     written = save(grid, out)
+    found = learned(grid)
+    if found is not None:
+        path = out / "learned.json"
+        path.write_text(json.dumps(asdict(found), indent=2) + "\n")
+        written.append(path)
     for part in ("homogeneous", "scaling", "heterogeneous"):
         for model in MODELS:
             of_part = [c for c in grid.cells if (c.part, c.model) == (part, model) and c.name in grid.rows]

@@ -19,11 +19,13 @@ from pathlib import Path
 import torch
 from accelerate.accelerator import Accelerator
 
+from cocod_accel.averaging.coder import time_coding
 from cocod_accel.averaging.flat import payload_dtype
 from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.emulated import EmulatedLink
 from cocod_accel.comm.groups import TorchComm, default_group, private_group
 from cocod_accel.comm.handles import Communicator, Handle, wait_for_device
+from cocod_accel.comm.in_process import InProcessGroup
 from cocod_accel.config.loading import load_training_config
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
@@ -31,6 +33,7 @@ from cocod_accel.plan.findings import Findings, as_cluster
 from cocod_accel.sharding.speeds import measure_speeds
 from cocod_accel.simulator.cluster import save_cluster
 from cocod_accel.tasks import Task, build_model, build_task
+from cocod_accel.theory.hiding import CODES
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.calibration import common_batch, device_name, sample_steps
 
@@ -62,6 +65,7 @@ def measure(config: Config, task: Task, accelerator: Accelerator, seconds: float
     batch, numel = common_batch(config), _payload_numel(config, task)
     transfers: list[tuple[float, float]] = []
     interference = 0.0
+    coding_ns: dict[str, float] = {}
     with sample_steps(config, task, accelerator, batch) as run_step:
         say(f"measuring {config.cluster.num_workers} workers: steps of {config.model.name} with batches of {batch}")
         steps = _steps(config, task, accelerator, run_step, batch, seconds * _FOR_STEPS)
@@ -76,6 +80,7 @@ def measure(config: Config, task: Task, accelerator: Accelerator, seconds: float
             say("measuring both together")
             alone = next(s for size, s in transfers if size == 4 * numel)
             interference = link.interference(run_step, numel, max(steps.seconds), alone, left)
+            coding_ns = _coding_ns(numel, config.cluster.num_workers, accelerator.device)
     return Findings(
         devices=exchange_reports(device_name(accelerator.device), default_group()),
         batch=batch,
@@ -85,7 +90,16 @@ def measure(config: Config, task: Task, accelerator: Accelerator, seconds: float
         transfers=transfers,
         interference=interference,
         what=f"{config.model.name}, batch {batch}" + ("" if config.emulated is None else f"; emulated: {config.emulated}"),
+        coding_ns=coding_ns,
     )
+
+
+def _coding_ns(numel: int, num_workers: int, device: torch.device) -> dict[str, float]:
+    """Per element and payload; every worker measures alone, the slowest one counts."""
+    seat, values = InProcessGroup(num_workers).member(0), torch.randn(numel, device=device)
+    codes = [code for code in CODES if code != "fp32"]
+    rows = exchange_reports([time_coding(code, values, seat) for code in codes], default_group())
+    return {code: 1e9 / numel * max(row[index] for row in rows) for index, code in enumerate(codes)}
 
 
 def _payload_numel(config: Config, task: Task) -> int:

@@ -1,8 +1,7 @@
-"""What to train with on a cluster: period, payload, batches, learning rate and algorithm, each with its reason.
+"""What to train with on a cluster: period, delay, payload, batches, learning rate and algorithm, each with its reason.
 
-The period follows from :func:`~cocod_accel.theory.hiding.choose_period`, the algorithm from the simulated time of all five.
-Theory warns where a period that hides an average exceeds its bound, and shortens none; it only limits how far a period is
-lengthened for steps that transfers slow down.
+How a model travels follows from :func:`~cocod_accel.theory.hiding.choose`. The algorithm follows from the expected time to
+the accuracy that S-SGD would reach: simulated seconds a step, times the steps needed (:mod:`cocod_accel.plan.learned`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from cocod_accel.config.loading import load_config, merged_config
 from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.plan.findings import ALIKE
+from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import PAPER_PERIOD, StepTimes, paper_period_bound
-from cocod_accel.theory.hiding import LOSS, MARGIN, choose_period, lost_share
+from cocod_accel.theory.hiding import AUTO, CODES, LOSS, MARGIN, Choice, choose, hiding_delay, lost_share
 from cocod_accel.trainer.work import Work
 
 #: What others must gain over S-SGD, and over CoCoD-SGD, to be recommended instead.
@@ -30,11 +30,11 @@ _WORTH_IT, _AS_GOOD = 0.05, 0.02
 #: Steps of a simulation at least, and rounds.
 _STEPS, _ROUNDS = 300, 4
 #: Settings of an algorithm that a plan decides on; the others are the user's.
-_PLANNED = ("name", "period", "payload")
-#: In this order a shorter payload is tried.
-_PAYLOADS = ("fp32", "bf16", "int8")
+_PLANNED = ("name", "period", "payload", "delay")
 #: The longest period of docs/reproduction.md that lost no accuracy on label-skewed shards; the next one, 24, did.
 _SKEWED_PERIOD = 8
+#: How gradients travel.
+_GRADIENTS = Choice("fp32", 1, None)
 #: What a simulation cannot or must not have of a real run.
 _REAL_ONLY = (
     "emulate.slowdown=null",
@@ -46,12 +46,34 @@ _REAL_ONLY = (
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A way to train, and what to expect of it; times are simulated, steps as others were measured to need them."""
+
+    algorithm: str
+    period: int
+    delay: int | None
+    payload: str
+    #: In a steady state, and what a worker sends for it.
+    step_seconds: float
+    step_bytes: float
+    #: Throughput over that of one worker of speed 1 alone.
+    throughput: float
+    #: Steps to what S-SGD reaches, over S-SGD's.
+    steps_needed: float
+
+    @property
+    def speedup(self) -> float:
+        """In time to the accuracy that S-SGD reaches, over S-SGD on one worker of speed 1."""
+        return self.throughput / self.steps_needed
+
+
+@dataclass(frozen=True)
 class Expected:
-    """Simulated speedups over one worker alone, by algorithm, on some number of workers."""
+    """Speedups in time to accuracy over one worker alone, by algorithm, on some number of workers."""
 
     num_workers: int
-    #: Of the algorithms that have one; None: the configuration cannot be trained on so many workers.
-    period: int | None
+    #: Of CoCoD-SGD, in words; None: the configuration cannot be trained on so many workers.
+    choice: str | None
     #: None: the configuration cannot be trained so.
     speedups: dict[str, float | None]
     #: What no communication and no waiting would give.
@@ -65,16 +87,25 @@ class Advice:
     algorithm: str
     period: int
     payload: str
+    #: None: as long as the period.
+    delay: int | None
     proportional: bool
     batches: tuple[int, ...]
     learning_rate: float
+    #: Of CoCoD-SGD, with the payload above.
     times: StepTimes
+    #: The recommended one among them.
+    candidates: list[Candidate]
     #: (what, its value, why) for a reader.
     reasons: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     expected: list[Expected] = field(default_factory=list)
     #: For ``cocod train``, after the user's own arguments.
     overrides: list[str] = field(default_factory=list)
+
+    def is_taken(self, candidate: Candidate) -> bool:
+        same = (candidate.period, candidate.payload, candidate.delay) == (self.period, self.payload, self.delay)
+        return candidate.algorithm == self.algorithm and (same or algorithm_class(self.algorithm).reduces_gradients)
 
 
 def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | None = None) -> Advice:
@@ -83,42 +114,51 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     ``counts``: the numbers of workers to expect speedups for, the cluster's own among them; None: up to 64 at least.
     """
     planner = _Planner(list(arguments))
-    payload, period, notes, warnings = planner.payload(cluster)
-    expected = [planner.expected(cluster.resized(n), payload) for n in counts or worker_counts(cluster.num_workers)]
-    own = next(row for row in expected if row.num_workers == cluster.num_workers)
-    algorithm, why = best_algorithm(own.speedups, cluster.num_workers)
-    kind = algorithm_class(algorithm)
-    if kind.reduces_gradients:
-        payload, notes, warnings = "fp32", [], []
-    config = planner.config(cluster, algorithm, period=period, payload=payload)
+    num_workers = cluster.num_workers
+    choice = planner.choice(cluster)
+    candidates = planner.candidates(cluster, choice)
+    expected = [planner.expected(cluster.resized(n)) for n in counts or worker_counts(num_workers)]
+    offered = {c.algorithm: c for c in candidates if c.algorithm != "cocod" or _is(c, choice)}
+    algorithm, why = best_algorithm({name: candidate.speedup for name, candidate in offered.items()}, num_workers)
+    kind, taken = algorithm_class(algorithm), offered[algorithm]
+    config = planner.config(cluster, algorithm, Choice(taken.payload, taken.period, taken.delay))
     work = Work.of(config, task_facts(config).num_train, 0)
-    times = expected_times(cluster, planner.config(cluster, "cocod", period=period, payload=payload))
     rate = config.optimizer.learning_rate
     factor = work.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
-    if cluster.num_workers == 1:
+    warnings = [] if kind.reduces_gradients else planner.warnings(cluster, taken.period)
+    if num_workers == 1:
         warnings = [*warnings, "one worker uses no network: figures for more workers rely on the network in the file"]
     advice = Advice(
         algorithm=algorithm,
-        period=period,
-        payload=payload,
+        period=taken.period,
+        payload=taken.payload,
+        delay=taken.delay,
         proportional=config.cluster.proportional,
         batches=work.plan.batches,
         learning_rate=rate * factor,
-        times=times,
+        times=planner.times(cluster, taken.payload if not kind.reduces_gradients else choice.payload),
+        candidates=candidates,
         warnings=warnings,
         expected=expected,
         overrides=planner.overrides(cluster, config),
     )
     advice.reasons.append(("algorithm", algorithm, why))
+    if algorithm == "cocod":
+        advice.reasons.append(("payload", choice.payload, planner.why_payload(cluster, choice)))
     if not kind.reduces_gradients:
-        advice.reasons.append(("period", str(period), _why_period(times, period, algorithm, planner.fragments)))
-        advice.reasons.extend(notes)
+        advice.reasons.append(("period", str(taken.period), _why_period(advice.times, taken, planner.fragments)))
+    if taken.delay is not None:
+        advice.reasons.append(("delay", str(taken.delay), "a mean is merged as soon as it can have arrived"))
     advice.reasons.append(("batches", _runs(work.plan.batches), _why_batches(cluster, config)))
     scaled = f"{rate:g} of one worker times {factor:g} (Remark 4 of the paper), after the warm-up"
     unscaled = "optimizer.scale_learning_rate is off"
     why_rate = scaled if config.optimizer.scale_learning_rate else unscaled
     advice.reasons.append(("learning rate", f"{advice.learning_rate:g}", why_rate))
     return advice
+
+
+def _is(candidate: Candidate, choice: Choice) -> bool:
+    return (candidate.payload, candidate.period, candidate.delay) == (choice.payload, choice.period, choice.delay)
 
 
 def worker_counts(own: int) -> list[int]:
@@ -132,7 +172,7 @@ def worker_counts(own: int) -> list[int]:
 
 
 def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple[str, str]:
-    """The fastest, and why; S-SGD where others hardly gain, because its gradients are exact; then CoCoD-SGD."""
+    """The one that is soonest at S-SGD's accuracy, and why; S-SGD where others hardly gain; then CoCoD-SGD."""
     known = {name: speedup for name, speedup in speedups.items() if speedup is not None}
     if not known:
         raise ConfigError("no algorithm can be simulated with this configuration; run cocod simulate to see why")
@@ -140,14 +180,16 @@ def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple
         return "ssgd", "one worker: there is nobody to communicate with, and all algorithms are plain SGD"
     fastest = max(known, key=lambda name: known[name])
     ssgd = known.get("ssgd", 0.0)
+    if fastest == "ssgd":
+        return "ssgd", f"soonest at its accuracy: {ssgd:.2f}x one worker (expected); others need more steps than they save"
     if ssgd >= (1 - _WORTH_IT) * known[fastest]:
         return "ssgd", (
-            f"communication is negligible: S-SGD is as good ({ssgd:.2f}x, {fastest} {known[fastest]:.2f}x; simulated), "
-            "and its gradients are exact"
+            f"S-SGD is as good ({ssgd:.2f}x one worker, {fastest} {known[fastest]:.2f}x; expected), and its gradients are "
+            "exact"
         )
     chosen = "cocod" if known.get("cocod", 0.0) >= (1 - _AS_GOOD) * known[fastest] else fastest
     gain = f", {known[chosen] / ssgd:.2f} times S-SGD" if ssgd else ""
-    return chosen, f"fastest of all: {known[chosen]:.2f}x one worker{gain} (simulated)"
+    return chosen, f"soonest at S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected)"
 
 
 class _Planner:
@@ -170,16 +212,18 @@ class _Planner:
         speeds = self._given.cluster.speeds
         return list(speeds) if isinstance(speeds, list) else []
 
-    def config(
-        self, cluster: Cluster, algorithm: str, *, period: int = 1, payload: str = "fp32", steps: int | None = None
-    ) -> Config:
+    def config(self, cluster: Cluster, algorithm: str, choice: Choice, *, steps: int | None = None) -> Config:
         kind = algorithm_class(algorithm)
         uneven = is_uneven(cluster) and kind.same_period
         own = [f"cluster.proportional={str(uneven).lower()}"]
         if kind.reduces_gradients:
-            own += ["algorithm.period=1", "algorithm.payload=fp32"]
-        else:
-            own += [f"algorithm.period={period}", f"algorithm.payload={payload}"]
+            choice = _GRADIENTS
+        delay = choice.delay if "delay" in inspect.signature(kind).parameters else None
+        own += [
+            f"algorithm.period={choice.period}",
+            f"algorithm.payload={choice.payload}",
+            f"algorithm.delay={_value(delay)}",
+        ]
         if self._given.algorithm.optimizer_state not in kind.optimizer_policies:
             own.append("algorithm.optimizer_state=keep")
         own += self._defaults_of_others(kind)
@@ -195,30 +239,40 @@ class _Planner:
             if getattr(self._given.algorithm, name) != getattr(default, name)
         ]
 
-    def payload(self, cluster: Cluster) -> tuple[str, int, list[tuple[str, str, str]], list[str]]:
-        """The longest payload whose period theory does not mind, that period, and what there is to say."""
-        config = self.config(cluster, "cocod", period=self.fragments)
+    def times(self, cluster: Cluster, payload: str) -> StepTimes:
+        """Of CoCoD-SGD with this payload."""
+        return expected_times(cluster, self.config(cluster, "cocod", Choice(payload, self.fragments, None)))
+
+    def choice(self, cluster: Cluster, payload: str = AUTO) -> Choice:
+        """How CoCoD-SGD's models are to travel."""
+        return choose(lambda code: self.times(cluster, code), payload=payload, least=self.fragments)
+
+    def why_payload(self, cluster: Cluster, choice: Choice) -> str:
+        """Of what was chosen among all codes."""
+        shortest = self.fragments
+        rounds = "one step" if shortest == 1 else f"{shortest} steps"
+        before = CODES[: CODES.index(choice.payload)]
+        needed = ", ".join(f"{code} {self._why_not(self.times(cluster, code), shortest)}" for code in before)
+        if choice.period > shortest:
+            return f"the shortest code: none hides in {rounds}; {needed}"
+        return f"the longest code that hides in {rounds}" + (f"; {needed}" if needed else "")
+
+    def _why_not(self, times: StepTimes, shortest: int) -> str:
+        if hiding_delay(times) > shortest:
+            return f"needs {hiding_delay(times)}"
+        return f"makes steps {lost_share(times, shortest):.0%} longer"
+
+    def warnings(self, cluster: Cluster, period: int) -> list[str]:
+        """Of rounds that are longer than anybody has tried, or than theory likes."""
+        config = self.config(cluster, "cocod", Choice("fp32", self.fragments, None))
         num_steps, num_workers = _num_steps(config), cluster.num_workers
         bound = paper_period_bound(num_steps, num_workers)
-        named = f"theory's {bound:.2g} for {num_steps} steps of {num_workers} workers"
-        tried: list[tuple[str, int]] = []
-        for name in _PAYLOADS:
-            period = self.period(cluster, name)
-            if not tried or period < min(k for _, k in tried):
-                tried.append((name, period))
-            if period <= max(1.0, bound):
-                break
-        payload, period = tried[-1]
-        before = ", ".join(f"{name} would need {k}" for name, k in tried[:-1])
-        if not before:
-            why = f"its period is within {named}" if period <= bound else "a shorter one makes no shorter period"
-        else:
-            why = f"{before}, above {named}"
         warnings = []
-        if period > bound:
+        if period > max(1.0, bound):
             warnings.append(
-                f"period {period} is above {named}, which is its O(T^(1/4) / N^(3/4)) scaled through the paper's "
-                f"{PAPER_PERIOD}: accuracy may suffer; compare it with a shorter period"
+                f"period {period} is above theory's {bound:.2g} for {num_steps} steps of {num_workers} workers, which is "
+                f"its O(T^(1/4) / N^(3/4)) scaled through the paper's {PAPER_PERIOD}: accuracy may suffer; compare it with "
+                "a shorter period"
             )
         if period > _SKEWED_PERIOD:
             skew = config.task.label_skew
@@ -229,30 +283,60 @@ class _Planner:
             )
         if period > num_steps:
             warnings.append(f"a round of {period} steps is longer than the whole run of {num_steps}")
-        return payload, period, [("payload", payload, why)], warnings
+        return warnings
 
-    def period(self, cluster: Cluster, payload: str) -> int:
-        config = self.config(cluster, "cocod", period=self.fragments, payload=payload)
-        bound = min(paper_period_bound(_num_steps(config), cluster.num_workers), _SKEWED_PERIOD)
-        return choose_period(expected_times(cluster, config), least=self.fragments, bound=bound)
+    def candidates(self, cluster: Cluster, choice: Choice) -> list[Candidate]:
+        """S-SGD, then every other way there is; those that cannot be trained so are left out."""
+        paper = max(PAPER_PERIOD, self.fragments)
+        ways = [(name, _GRADIENTS) for name in ("ssgd", "pipe")]
+        ways += [(name, Choice(choice.payload, paper, None)) for name in ("local", "asynlocal")]
+        ways += [("cocod", Choice("fp32", paper, None)), *(("cocod", self.choice(cluster, code)) for code in CODES)]
+        ways.append(("cocod", choice))
+        found = [self.candidate(cluster, *way) for way in dict.fromkeys(ways)]
+        return [candidate for candidate in found if candidate is not None]
 
-    def expected(self, cluster: Cluster, payload: str) -> Expected:
-        speedups: dict[str, float | None] = dict.fromkeys(ALGORITHMS)
-        linear = sum(cluster.speeds())
+    def candidate(self, cluster: Cluster, algorithm: str, choice: Choice) -> Candidate | None:
+        if algorithm_class(algorithm).reduces_gradients:
+            choice = _GRADIENTS
         try:
-            period = self.period(cluster, payload)
+            config = self.config(cluster, algorithm, choice, steps=_STEPS)
+            work = Work.of(config, task_facts(config).num_train, 0)
+            own = work.algorithm.period.at(0)
+            steps = own * max(_ROUNDS, math.ceil(_STEPS / own))
+            config = self.config(cluster, algorithm, choice, steps=steps)
+            num_steps = _num_steps(self.config(cluster, "ssgd", choice))
+        except ConfigError:
+            return None
+        done = simulate(cluster, config, steps=steps)
+        samples = done.num_samples / min(done.timeline.steps)
+        throughput = done.steady_speedup()
+        needed = learned().steps_needed(
+            algorithm, span_of(algorithm, choice.period, choice.delay), choice.payload, cluster.num_workers, num_steps
+        )
+        return Candidate(
+            algorithm=algorithm,
+            period=choice.period,
+            delay=choice.delay,
+            payload=choice.payload,
+            step_seconds=samples / config.batch_size * cluster.seconds_alone(config.batch_size) / throughput,
+            step_bytes=done.step_bytes,
+            throughput=throughput,
+            steps_needed=needed,
+        )
+
+    def expected(self, cluster: Cluster) -> Expected:
+        linear = sum(cluster.speeds())
+        speedups: dict[str, float | None] = dict.fromkeys(ALGORITHMS)
+        try:
+            choice = self.choice(cluster)
         except ConfigError:  # too few samples for so many workers
             return Expected(cluster.num_workers, None, speedups, linear)
+        paper = Choice(choice.payload, max(PAPER_PERIOD, self.fragments), None)
         for name in ALGORITHMS:
-            try:
-                config = self.config(cluster, name, period=period, payload=payload, steps=_STEPS)
-                own = Work.of(config, task_facts(config).num_train, 0).algorithm.period.at(0)
-                steps = own * max(_ROUNDS, math.ceil(_STEPS / own))
-                config = self.config(cluster, name, period=period, payload=payload, steps=steps)
-            except ConfigError:
-                continue
-            speedups[name] = simulate(cluster, config, steps=steps).steady_speedup()
-        return Expected(cluster.num_workers, period, speedups, linear)
+            found = self.candidate(cluster, name, choice if name == "cocod" else paper)
+            speedups[name] = None if found is None else found.speedup
+        merged = "" if choice.delay is None else f" d={choice.delay}"
+        return Expected(cluster.num_workers, f"k={choice.period}{merged} {choice.payload}", speedups, linear)
 
     def overrides(self, cluster: Cluster, planned: Config) -> list[str]:
         """What makes the user's own arguments the configuration that was planned; the command is known to load."""
@@ -262,6 +346,8 @@ class _Planner:
         own.append(f"algorithm.period={1 if reduces else planned.period_by_epoch[-1][1]}")
         if not reduces or given.algorithm.payload != options.payload:
             own.append(f"algorithm.payload={options.payload}")
+        if given.algorithm.delay != options.delay:
+            own.append(f"algorithm.delay={_value(options.delay)}")
         for key in (option.name for option in fields(options) if option.name not in _PLANNED):
             if getattr(given.algorithm, key) != getattr(options, key):
                 own.append(f"algorithm.{key}={_value(getattr(options, key))}")
@@ -297,21 +383,19 @@ def _num_steps(config: Config) -> int:
     return sum(Work.of(config, task_facts(config).num_train, 0).steps)
 
 
-def _why_period(times: StepTimes, period: int, algorithm: str, least: int) -> str:
+def _why_period(times: StepTimes, taken: Candidate, least: int) -> str:
     facts = f"a step takes {1e3 * times.compute_seconds:.1f} ms, an average {1e3 * times.comm_seconds:.1f} ms"
-    if algorithm != "cocod":  # which waits for it in every round
-        waits = times.comm_seconds / (period * times.compute_seconds)
-        return f"{facts}: with it CoCoD-SGD would hide it; here steps are {waits:.0%} longer, less with a longer period"
+    if taken.algorithm != "cocod":  # which waits for it in every round
+        waits = times.comm_seconds / (taken.period * times.compute_seconds)
+        return f"{facts}: the paper's; steps are {waits:.0%} longer for it"
+    if times.coding_seconds:
+        facts += f" and its coding {1e3 * times.coding_seconds:.1f} ms"
     under = f" while computing goes on at {1 - times.interference:.0%}" if times.interference else ""
-    hiding, lost = choose_period(times, least=least), lost_share(times, period)
-    is_enough = lost <= LOSS * (1 + 1e-9)
-    spare = f"with {MARGIN:.0%} to spare"
-    if hiding < period:
-        costs = f"{period} makes steps {lost:.0%} longer for it instead of {lost_share(times, hiding):.0%}"
-        limit = "" if is_enough else ", and is the longest recommended"
-        return f"{facts}{under}: {hiding} hides it, {spare}; {costs}{limit}"
-    rest = f"; steps are {lost:.0%} longer for it" if lost >= 0.005 else ""
-    return f"{facts}{under}: the smallest that hides it, {spare}{rest}{'' if is_enough else ', less with a longer period'}"
+    hides = f"the smallest that hides it, with {MARGIN:.0%} to spare"
+    if taken.period > max(least, hiding_delay(times)):
+        hides = f"{hiding_delay(times)} hides it, and with it coding takes at most {LOSS:.0%} of a step"
+    lost = lost_share(times, taken.period)
+    return f"{facts}{under}: {hides}" + (f"; steps are {lost:.0%} longer" if lost >= 0.005 else "")
 
 
 def _why_batches(cluster: Cluster, config: Config) -> str:

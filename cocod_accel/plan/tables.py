@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Sequence
 
 from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.plan.recommend import Advice, Expected
 from cocod_accel.report.curves import Scaling
 from cocod_accel.runs.tables import aligned
 from cocod_accel.simulator.cluster import Cluster
 
+_HEADLINE = "candidates: steps and time to S-SGD's accuracy, over S-SGD's (times simulated, steps from docs/reproduction.md)"
+_SPEEDUPS = "expected speedup over one worker of speed 1 alone, in time to S-SGD's accuracy"
 #: Longer lists of workers are not shown one by one.
 _MOST_ROWS = 12
 
@@ -22,7 +25,8 @@ def report(cluster: Cluster, advice: Advice, arguments: Sequence[str]) -> str:
     blocks = [
         *_cluster_tables(cluster),
         "\n".join(["recommended", *reasons, *(f"  warning: {warning}" for warning in advice.warnings)]),
-        f"expected speedup over one worker of speed 1 alone (simulated)\n{_expected_table(advice.expected)}",
+        f"{_HEADLINE}\n{_candidates_table(advice)}",
+        f"{_SPEEDUPS}\n{_expected_table(advice.expected)}",
         f"run\n  {command}",
     ]
     return "\n\n".join(blocks)
@@ -55,12 +59,34 @@ def _cluster_tables(cluster: Cluster) -> list[str]:
     return blocks
 
 
+def _candidates_table(advice: Advice) -> str:
+    ssgd = next((c for c in advice.candidates if c.algorithm == "ssgd"), None)
+    rows = [["algorithm", "payload", "period", "delay", "ms/step", "MB/step", "steps", "time", ""]]
+    for candidate in advice.candidates:
+        kind = algorithm_class(candidate.algorithm)
+        time = "-" if ssgd is None else f"{ssgd.speedup / candidate.speedup:.2f}"
+        rows.append(
+            [
+                candidate.algorithm,
+                candidate.payload,
+                "" if kind.reduces_gradients else str(candidate.period),
+                "" if candidate.algorithm != "cocod" else str(candidate.delay or candidate.period),
+                f"{1e3 * candidate.step_seconds:.1f}",
+                f"{candidate.step_bytes / 1e6:.3f}",
+                f"{candidate.steps_needed:.2f}",
+                time,
+                "recommended" if advice.is_taken(candidate) else "",
+            ]
+        )
+    return aligned(rows)
+
+
 def _expected_table(expected: Sequence[Expected]) -> str:
-    rows = [["workers", "period", *ALGORITHMS, "linear"]]
+    rows = [["workers", "cocod with", *ALGORITHMS, "linear"]]
     for row in expected:
         speedups = [row.speedups[name] for name in ALGORITHMS]
         cells = ["-" if speedup is None else f"{speedup:.2f}" for speedup in speedups]
-        rows.append([str(row.num_workers), "-" if row.period is None else str(row.period), *cells, f"{row.linear:.2f}"])
+        rows.append([str(row.num_workers), row.choice or "-", *cells, f"{row.linear:.2f}"])
     return aligned(rows)
 
 

@@ -6,10 +6,12 @@ for longer, on both models, with more seeds and on skewed shards: S-SGD, the pap
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cocod_accel.plan.learned import Learned
 from cocod_accel.reproduce.grid import CONFIGS, MODELS, Cell, Scale, cluster_of
 from cocod_accel.reproduce.intervals import Interval
 from cocod_accel.reproduce.tables import Grid, accuracies, accuracy_cell, mean_of
@@ -55,6 +57,8 @@ METHODS = (
 )
 #: With 64 workers, once.
 MANY = (S_SGD, _cocod("k=1", 1), _cocod("k=1 int4", 1, "algorithm.payload=int4"), RECOMMENDED, Method("Pipe-SGD", "pipe"))
+#: With 4 workers, once: whether fewer lose less.
+FEW = MAIN
 #: Factors of the learning rate.
 RATES = (0.5, 2.0)
 ALPHAS = (1.0, 0.1)
@@ -84,6 +88,8 @@ def cells(scale: Scale) -> Iterator[Cell]:
         for factor in RATES:
             yield _cell(scale, "vgg16", method, f"rate x{factor:g}", 0, _rate(scale, factor))
     if not is_smoke:
+        for method in FEW:
+            yield _cell(scale, "vgg16", method, "4 workers", 0, "schedule.epochs=1", workers=4)
         # 48 steps an epoch; twice the rate of 16 workers, or the same.
         many = "schedule.epochs=4"
         for method in MANY:
@@ -123,6 +129,7 @@ def table(grid: Grid) -> str:
     for model in reversed(MODELS):
         for setting in ("", f"epochs={LONG}", *(f"alpha={a:g}" for a in ALPHAS), *(f"rate x{f:g}" for f in RATES)):
             body += _block(grid, model, setting, METHODS)
+    body += _block(grid, "vgg16", "4 workers", FEW)
     body += _block(grid, "vgg16", "64 workers", MANY)
     body += _block(grid, "vgg16", "64 workers, rate x0.5", (RECOMMENDED,), base="64 workers")
     return aligned([header, *body])
@@ -155,3 +162,59 @@ def _difference(ours: dict[int, dict[str, object]], theirs: dict[int, dict[str, 
         return f"{interval.mean:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})"
     shared = sorted(found.keys() & base.keys())
     return f"{statistics.fmean(found[s] - base[s] for s in shared):+.2f}" if shared else "-"
+
+
+# ------------------------------------------------------------------------------------------------ for ``cocod plan``
+
+#: The label of a row -> its period + delay.
+_SPANS = {
+    "CoCoD-SGD k=1": 2, "CoCoD-SGD k=2": 4, "Local-SGD k=5": 5, "CoCoD-SGD k=3": 6,
+    **{f"CoCoD-SGD k=5 d={d}": 5 + d for d in (1, 2, 3, 4)}, "CoCoD-SGD k=5": 10,
+}  # fmt: skip
+_CODES = ("int8", "int4", "ternary")
+
+
+def learned(grid: Grid) -> Learned | None:
+    """What ``cocod plan`` expects of every method; None if a run that it needs is missing."""
+    try:
+        return _learned(grid)
+    except statistics.StatisticsError:  # the mean of no runs
+        return None
+
+
+def _learned(grid: Grid) -> Learned:
+    def rows(label: str, setting: str = "") -> dict[int, dict[str, object]]:
+        return _rows(grid, "vgg16", next(method for method in METHODS if method.label == label), setting)
+
+    def lost(label: str, setting: str = "") -> float:
+        ours, theirs = accuracies(rows(label, setting)), accuracies(rows("S-SGD", setting))
+        return statistics.fmean(theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys())
+
+    def of_ssgd(setting: str) -> tuple[float, float]:
+        """Steps, and the accuracy after them."""
+        found = rows("S-SGD", setting)
+        return statistics.fmean(int(str(row["steps"])) for row in found.values()), statistics.fmean(
+            accuracies(found).values()
+        )
+
+    (short, reached), (long, more) = of_ssgd(""), of_ssgd(f"epochs={LONG}")
+    losses: dict[int, list[float]] = {0: [0.0]}
+    for label, span in _SPANS.items():
+        losses.setdefault(span, []).append(lost(label))
+    paper, least = lost("CoCoD-SGD k=5"), lost("CoCoD-SGD k=1")
+    left = max(0.0, lost("CoCoD-SGD k=5", f"epochs={LONG}") / paper)
+    # Four workers' run is longer: its loss is compared with what sixteen would lose after as many steps.
+    of_few = 1 + (left - 1) * math.log(of_ssgd("4 workers")[0] / short) / math.log(long / short)
+    shares = {1: 0.0, 4: lost("CoCoD-SGD k=5", "4 workers") / (paper * of_few), 16: 1.0}
+    shares[64] = lost("CoCoD-SGD k=1", "64 workers") / least
+    return Learned(
+        workers=16,
+        steps=(round(short), round(long)),
+        gain=round((more - reached) / math.log2(long / short), 3),
+        spans=tuple((span, round(statistics.fmean(found), 3)) for span, found in sorted(losses.items())),
+        # bf16 was not run: it is finer than int8.
+        codes={code: round(max(0.0, lost(f"CoCoD-SGD k=1 {code}") - least), 3) for code in _CODES} | {"bf16": 0.0},
+        pipe=round(lost("Pipe-SGD"), 3),
+        left=round(left, 3),
+        shares=tuple((workers, round(max(0.0, share), 3)) for workers, share in shares.items()),
+    )

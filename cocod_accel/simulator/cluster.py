@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
+from cocod_accel.averaging.codecs import check_payload
 from cocod_accel.config.strict import (
     ConfigError,
     merge_strictly,
@@ -116,6 +117,8 @@ class Cluster:
     interference: float = 0.0
     #: The share of a step's all-reduce that S-SGD hides behind its backward; 0, as in the paper: none.
     gradient_overlap: float = 0.0
+    #: Nanoseconds that a worker's main thread codes an element for one average, by payload; those not named: 0.
+    coding_ns: dict[str, float] = field(default_factory=dict)
     #: Of a model in float32; null: of the model that is trained.
     payload_bytes: int | None = None
 
@@ -155,6 +158,10 @@ class Cluster:
         if workers == measured:
             return seconds
         return seconds * _modelled_seconds(network, num_bytes, workers) / _modelled_seconds(network, num_bytes, measured)
+
+    def coding_seconds(self, payload: str, num_elements: int) -> float:
+        """What coding so many elements for one average takes every worker's main thread."""
+        return self.coding_ns.get(payload, 0.0) * num_elements * 1e-9 if self.num_workers > 1 else 0.0
 
     def resized(self, num_workers: int) -> Cluster:
         """The same cluster with another number of workers; the mix of groups stays, as far as whole workers allow."""
@@ -242,6 +249,7 @@ def validate(cluster: Cluster) -> None:
     _at_least_zero(
         ("fixed_seconds", cluster.fixed_seconds),
         ("network.latency_us", network.latency_us),
+        *((f"coding_ns.{payload}", nanoseconds) for payload, nanoseconds in cluster.coding_ns.items()),
         *((f"workers[{i}].jitter", group.jitter) for i, group in enumerate(cluster.workers)),
         *((key, wire.latency_us) for key, wire in _inner_wires(network, "latency_us")),
     )
@@ -265,6 +273,11 @@ def validate(cluster: Cluster) -> None:
     probability, factor = stragglers.probability, stragglers.factor
     require(0 <= probability <= 1, "stragglers.probability", probability, "must be in [0, 1]")
     require(math.isfinite(factor) and factor >= 1, "stragglers.factor", factor, "must be finite and at least 1")
+    for payload in cluster.coding_ns:
+        try:
+            check_payload(payload, gradients=True)
+        except ValueError as error:
+            raise ConfigError(f"coding_ns: {error}") from error
     a = cluster.interference
     require(0 <= a < 1, "interference", a, "must be in [0, 1): a share of the worker, 0.1 for 10%")
     overlap = cluster.gradient_overlap

@@ -21,6 +21,8 @@ class Parcel:
 
     seconds: float
     sent_bytes: int
+    #: What every worker computes for it before it joins: coding.
+    coding_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Fleet:
         self.now = computed(self.now, work, self._busy, self._interference)
 
     def join(self, parcel: Parcel) -> Flight:
-        """Everybody joins the next transfer, which queues behind those before it."""
+        """Everybody codes and joins the next transfer, which queues behind those before it."""
+        if parcel.coding_seconds:
+            self.compute(np.full_like(self.now, parcel.coding_seconds))
         return self._sent(parcel, max(float(self.now.max()), self._link_free), self.now)
 
     def compute_and_join(self, work: Array, parcel: Parcel, overlap: float) -> Flight:
@@ -81,6 +85,7 @@ class Fleet:
         Workers begin together, and the link is free. If c is the longest computation, a the interference and h the
         seconds that are hidden, the transfer begins at c - (1 - a) h, but not before the step does.
         """
+        work = work + parcel.coding_seconds
         begin, longest = float(self.now.max()), float(work.max())
         start = max(begin + longest - (1 - self._interference) * overlap * parcel.seconds, begin)
         flight = self._sent(parcel, start, self.now)

@@ -48,17 +48,18 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
         )
     num_states = _num_states(config) if algorithm.optimizer_state == "average" else 0
 
-    def parcel(*collectives: Sequence[Tensor]) -> Parcel:
+    def parcel(*collectives: Sequence[Tensor], coded: Sequence[Tensor] = ()) -> Parcel:
         payloads = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in collectives]
         return Parcel(
             sum(cluster.allreduce_seconds(size) for size in payloads if size),
             sum(ring_bytes(tensors, cluster.num_workers) for tensors in collectives),
+            cluster.coding_seconds(algorithm.payload, sum(as_real(tensor).numel() for tensor in coded)),
         )
 
     gradients = Parcel(0.0, 0)
     parts: list[Parcel] = []
     if algorithm.reduces_gradients and algorithm.payload != "fp32":
-        gradients = parcel(*_collectives(parameters, [], algorithm, cluster.num_workers))
+        gradients = parcel(*_collectives(parameters, [], algorithm, cluster.num_workers), coded=parameters)
     elif algorithm.reduces_gradients:
         # S-SGD sends gradients as they are, Pipe-SGD a flat copy of them in float32 at least.
         flat = [p.detach() for p in parameters] if algorithm.name == "ssgd" else FlatCopy(parameters).buffers
@@ -69,7 +70,7 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
             extras: list[Tensor] = []
             if algorithm.sends_buffers:  # buffers belong to no parameter; they go with part 0
                 extras = own * num_states + (buffers if index == 0 else [])
-            parts.append(parcel(*_collectives(own, extras, algorithm, cluster.num_workers)))
+            parts.append(parcel(*_collectives(own, extras, algorithm, cluster.num_workers), coded=own))
     return Parcels(gradients, tuple(parts), parcel(FlatCopy(parameters, buffers + parameters * num_states).buffers))
 
 

@@ -68,6 +68,13 @@ class Simulated:
         return self.num_samples * share / seconds * self.cluster.seconds_alone(batch) / batch
 
     @property
+    def step_bytes(self) -> float:
+        """What a worker sends in a step, in the mean of a round."""
+        algorithm = self.work.algorithm
+        parcels = parcels_of(self.config, self.cluster, algorithm, task_facts(self.config))
+        return parcels.gradients.sent_bytes + sum(part.sent_bytes for part in parcels.parts) / algorithm.period.at(0)
+
+    @property
     def exposed_share(self) -> float:
         """Of the training time, spent blocked by communication or by slower workers; of the worker for whom it is most."""
         return float(self.timeline.fleet.exposed_seconds.max()) / self.timeline.train_seconds
@@ -120,13 +127,16 @@ def expected_times(cluster: Cluster, config: Config) -> StepTimes:
     work = Work.of(config, facts.num_train, 0)
     parts = parcels_of(config, cluster, work.algorithm, facts).parts
     slowest = float(mean_seconds(cluster, work.plan.batches).max())
-    return StepTimes(slowest, sum(part.seconds for part in parts), cluster.interference)
+    coding = sum(part.coding_seconds for part in parts)
+    return StepTimes(slowest, sum(part.seconds for part in parts), cluster.interference, coding)
 
 
 def title(cluster: Cluster) -> str:
     """A cluster's name, and a digest of all that makes its times, whatever its number of workers."""
     tree = asdict(cluster)
     del tree["name"], tree["description"]
+    if not tree["coding_ns"]:  # as in files of before there were such costs
+        del tree["coding_ns"]
     tree["workers"] = [{key: value for key, value in group.items() if key != "count"} for group in tree["workers"]]
     del tree["network"]["allreduce_workers"]
     return f"{cluster.name} {hashlib.blake2b(json.dumps(tree).encode(), digest_size=3).hexdigest()}"

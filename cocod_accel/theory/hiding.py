@@ -1,7 +1,4 @@
-"""Which code, period and delay hide an average: the rule shared by ``cocod plan``, ``auto`` settings and ``cocod simulate``.
-
-Only ``cocod plan`` passes a bound, up to which it lengthens the period if transfers slow down steps.
-"""
+"""Which code, period and delay hide an average: one rule for ``cocod plan``, ``auto`` settings and ``cocod simulate``."""
 
 from __future__ import annotations
 
@@ -17,24 +14,27 @@ AUTO = "auto"
 CODES = ("fp32", "bf16", "int8", "int4", "ternary")
 #: Allowance for jitter: how much longer than measured an average may take.
 MARGIN = 0.1
-#: Acceptable slowdown of steps by concurrent transfers, where theory allows longer rounds.
-LOSS = 0.03
+#: How much longer a step may become by coding, and by transfers beside it, before a round or a code counts as too costly.
+LOSS = 0.1
 
 
-def choose_period(times: StepTimes, *, margin: float = MARGIN, least: int = 1, bound: float | None = None) -> int:
-    """The smallest k >= ``least`` with (1 + margin) (1 - a) T_comm <= k T_comp: CoCoD-SGD then never waits.
+def hiding_delay(times: StepTimes, margin: float = MARGIN) -> int:
+    """The smallest d with (1 + margin) (1 - a) T_comm <= d T_comp: a mean that is merged after d steps is not waited for.
 
-    During a transfer a worker computes at the rate 1 - a, so a round of k steps lasts k T_comp + a T_comm. A longer
-    period does not reduce waiting; it only spreads a T_comm over more steps, and lets models drift apart. With a
-    ``bound``, the period grows, at most to that, until a T_comm <= 3% of k T_comp.
+    During a transfer a worker computes at the rate 1 - a, so d steps beside it last d T_comp + a T_comm.
     """
     if not 0 <= margin <= 10:
         raise ValueError(f"margin={margin} must be a share from 0 to 10; use {MARGIN} for {MARGIN:.0%}")
-    hiding = max(least, hiding_period(replace(times, comm_seconds=(1 + margin) * times.comm_seconds)))
-    if bound is None:
-        return hiding
-    cheap = math.ceil(lost_share(times, 1) / LOSS * (1 - 1e-12))
-    return max(hiding, min(cheap, math.floor(bound)))
+    return hiding_period(replace(times, comm_seconds=(1 + margin) * times.comm_seconds))
+
+
+def choose_period(times: StepTimes, *, margin: float = MARGIN, least: int = 1) -> int:
+    """The smallest k >= ``least`` that hides an average and spends at most 10% of a round on coding.
+
+    A longer period does not reduce waiting; it lets models drift apart.
+    """
+    coding = math.ceil(times.coding_seconds / (LOSS * times.compute_seconds) * (1 - 1e-12))
+    return max(least, hiding_delay(times, margin), coding)
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,24 @@ def choose(
     delay: int | str | None = AUTO,
     least: int = 1,
 ) -> Choice:
-    """The longest code that hides in the shortest rounds; if none does, the shortest code, and as long rounds as hide it.
+    """The longest code that hides in the shortest rounds; if none does, the shortest code, and the shortest rounds for it.
 
     Sending less costs less accuracy than sending less often (docs/reproduction.md). ``times_of``: the times with a code.
     What is given is kept: a ``payload``, a ``period`` (None: free, but at least ``least``), a ``delay``.
     """
     codes = CODES if payload == AUTO else (payload,)
     shortest = max(least, delay) if isinstance(delay, int) else least
-    hidden = shortest if period is None else period
-    if isinstance(delay, int):  # the time that a transfer has
-        hidden = min(hidden, delay)
-    chosen, needed = codes[-1], 1
-    for name in codes:
-        needed = choose_period(times_of(name))
-        if needed <= hidden:
-            chosen = name
+    tried = shortest if period is None else period
+    hidden = min(tried, delay) if isinstance(delay, int) else tried  # the time that a transfer has
+    for chosen in codes:
+        times = times_of(chosen)
+        if hiding_delay(times) <= hidden and lost_share(times, tried) <= LOSS * (1 + 1e-9):
             break
-    steps = max(shortest, needed) if period is None else period
-    found = delay if not isinstance(delay, str) else min(needed, steps)
+    steps = max(shortest, choose_period(times)) if period is None else period
+    found = delay if not isinstance(delay, str) else min(hiding_delay(times), steps)
     return Choice(chosen, steps, None if found == steps else found)
 
 
 def lost_share(times: StepTimes, period: int) -> float:
-    """The relative slowdown of a step by concurrent transfers, if no worker waits for them."""
-    return times.interference * times.comm_seconds / (period * times.compute_seconds)
+    """The relative slowdown of a step by coding, and by transfers beside it, if no worker waits for them."""
+    return (times.interference * times.comm_seconds + times.coding_seconds) / (period * times.compute_seconds)

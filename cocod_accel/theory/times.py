@@ -20,11 +20,14 @@ class StepTimes:
     comm_seconds: float
     #: a: the share of a worker's computing that a transfer takes while in flight (the paper's a%), from 0 to 1.
     interference: float
+    #: What the main thread computes for one average beside the steps: encoding and decoding a short code.
+    coding_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         check_real("compute_seconds", self.compute_seconds)
         check_real("comm_seconds", self.comm_seconds, zero=True)
         check_real("interference", self.interference, zero=True)
+        check_real("coding_seconds", self.coding_seconds, zero=True)
         if self.interference > 1:
             share = f"{self.interference / 100:g} for {self.interference:g}%"
             raise ValueError(f"interference={self.interference} must be a share from 0 to 1; use {share}")

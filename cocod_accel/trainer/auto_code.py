@@ -27,14 +27,15 @@ def choose_code(config: Config, sync: Sync, gather: Gather, compute_seconds: flo
     options = config.algorithm
     codes = CODES if options.payload == AUTO else (options.payload,)
     own = [sync.control.time_transfer(code) for code in codes for _ in range(_NUM_TRANSFERS)]
-    rows = gather([compute_seconds, *own])
+    rows = gather([compute_seconds, *own, *(sync.control.time_coding(code) for code in codes)])
     compute = max(row[0] for row in rows)
     times: dict[str, StepTimes] = {}
     for index, code in enumerate(codes):
         columns = range(1 + index * _NUM_TRANSFERS, 1 + (index + 1) * _NUM_TRANSFERS)
         # Whoever joined last has seen the transfer alone; the others have waited for that worker, too.
         alone = [min(row[column] for row in rows) for column in columns]
-        times[code] = StepTimes(compute, statistics.median(alone), interference=0.0)
+        coding = max(row[1 + len(own) + index] for row in rows)
+        times[code] = StepTimes(compute, statistics.median(alone), interference=0.0, coding_seconds=coding)
     choice = choose(
         lambda code: times[code],
         payload=options.payload,
@@ -42,9 +43,17 @@ def choose_code(config: Config, sync: Sync, gather: Gather, compute_seconds: flo
         delay=options.delay,
         least=options.fragments,
     )
-    transfers = ", ".join(f"{code} {1e3 * times[code].comm_seconds:.1f}" for code in codes)
+    transfers = ", ".join(f"{code} {_milliseconds(times[code])}" for code in codes)
     delay = "" if choice.delay is None else f", delay {choice.delay}"
-    return choice, f"payload {choice.payload}{delay}; a step takes {1e3 * compute:.1f} ms, an average in ms: {transfers}"
+    return (
+        choice,
+        f"payload {choice.payload}{delay}; a step takes {1e3 * compute:.1f} ms, an average in ms (+ coding): {transfers}",
+    )
+
+
+def _milliseconds(times: StepTimes) -> str:
+    coding = f" + {1e3 * times.coding_seconds:.1f}" if times.coding_seconds else ""
+    return f"{1e3 * times.comm_seconds:.1f}{coding}"
 
 
 def keep_choice(config: Config, saved: Path) -> None:
