@@ -14,6 +14,8 @@ import pytest
 from cocod_accel import cli
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.plan.learned import learned
+from cocod_accel.reproduce import learning
 from cocod_accel.reproduce.cell import append, run
 from cocod_accel.reproduce.grid import CONFIGS, MODELS, PAYLOAD_BYTES, Cell, cells, scale_of
 from cocod_accel.reproduce.intervals import Interval, student_t95
@@ -251,6 +253,19 @@ def test_the_page_shows_what_the_rows_in_the_repository_say() -> None:
     assert len(tables) == 6
     for table in tables:
         assert table.split("\n", 1)[1] in page
+
+
+def test_of_what_every_method_learns_too_and_plan_expects_just_that() -> None:
+    """Not all of these cells have been run. To renew learned.json, copy what `cocod reproduce --only learning` writes."""
+    grid = cells(scale_of("small"), ["learning"])
+    known = Grid(grid, done_rows(grid, read_rows([Path("docs/reproduction/learning.jsonl")])))
+    _, *tables = report(known).split("\n\n")
+    [table] = tables
+    assert table.split("\n", 1)[1] in Path("docs/reproduction.md").read_text()
+    assert learning.learned(known) == learned()
+    # Without the runs with 64 workers nothing can be said of so many.
+    rest = {name: row for name, row in known.rows.items() if "-n64-" not in name}
+    assert learning.learned(Grid(grid, rest)) is None
 
 
 # --------------------------------------------------------------------------------------------------- running
