@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -416,5 +419,16 @@ def test_an_algorithm_of_ones_own() -> None:
 
 def test_the_times_of_an_own_algorithm_are_not_simulated() -> None:
     cluster = load_cluster(CONFIGS / "cluster" / "office_1gbe.yaml")
-    with pytest.raises(ConfigError, match=r"PulledSGD: the times of pulled are not simulated; choose from ssgd, pipe"):
+    with pytest.raises(ConfigError, match=r"PulledSGD: pulled has no timing rule to simulate; choose from ssgd, pipe"):
         configured(cluster, ["algorithm.name=tests.own_code:PulledSGD"])
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    """``cocod list | head -1``"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "cocod_accel.cli", "list"], stdout=writing, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -21,7 +21,7 @@ class CoCoDSGD(Algorithm):
 
     ``delay=d``: the mean is merged after d steps instead of k, so that workers drift apart for d + k steps instead of 2 k.
     ``payload``: a shorter code than fp32 (:mod:`cocod_accel.averaging.codecs`). ``fragments=P``: the parameters are cut
-    into P parts, and for part p all of this happens floor(p k / P) steps later in every round, so that a link carries a P-th
+    into P parts, and for part p all of this happens floor(p k / P) steps later in every round, so that a link carries 1/P
     of the model P times a round. ``own_share=a`` and ``outer=Outer(...)`` change the merge to
     x_{t+d}^i <- z + a (x_{t+d}^i - x_t^i), where z follows the means (:mod:`cocod_accel.averaging.rules`).
     """

@@ -6,6 +6,7 @@ Commands import what they need when they run: ``cocod --help`` must not wait for
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from cocod_accel import __version__
@@ -29,10 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit would raise again
+        return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

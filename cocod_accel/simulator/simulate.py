@@ -147,8 +147,8 @@ def _refuse(config: Config) -> None:
     emulated, cluster = config.emulated, config.cluster
     kind = algorithm_class(config.algorithm.name)
     if kind.name not in RULES:
-        known = f"choose from {', '.join(RULES)}, or derive it from one of them and keep its name"
-        raise ConfigError(f"algorithm.name={config.algorithm.name}: the times of {kind.name} are not simulated; {known}")
+        known = f"choose from {', '.join(RULES)}, or subclass one of them and keep its name"
+        raise ConfigError(f"algorithm.name={config.algorithm.name}: {kind.name} has no timing rule to simulate; {known}")
     if emulated is not None:
         raise ConfigError(f"emulate: {emulated} is for real runs; describe workers and network in the cluster file")
     if cluster.workers_per_replica != 1:

@@ -90,7 +90,7 @@ def _nothing(*args: Any) -> None:
 
 _Identity = tuple[int, int] | None
 #: In a backward, at most; each costs a call of some microseconds.
-_NUM_PLACES = 16
+_NUM_PLACES = 64
 
 
 class AttemptCounter:
