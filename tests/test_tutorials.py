@@ -55,7 +55,7 @@ for step in range(12):
     accelerator.backward(model(torch.ones(8, 4)).square().mean())
     optimizer.step()
     optimizer.zero_grad()
-assert sync.stats().rounds == 2
+assert sync.stats().rounds == 12
 """
 
 
