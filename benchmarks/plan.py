@@ -22,9 +22,10 @@ from benchmarks.links.lab import Lab, Loopback, why_not
 from benchmarks.links.results import Figure, read_rows
 from benchmarks.links.runner import Bench, describe_machine
 from benchmarks.links.settings import BenchSettings
-from cocod_accel.plan.recommend import advise
 from cocod_accel.runs.tables import aligned
 from cocod_accel.simulator.cluster import load_cluster
+from cocod_accel.simulator.simulate import configured, expected_times
+from cocod_accel.theory.hiding import choose_period
 
 PERIODS = list(range(1, 11))
 _CLOSE = 0.05
@@ -74,17 +75,17 @@ def main() -> None:
         bar = stack.enter_context(tqdm(total=len(PERIODS) * options.repeats, unit="block", disable=not sys.stderr.isatty()))
         bench = Bench(settings, place, options.out, file, bar)
         bench.periods(options.ratio, {**job, "cluster": str(cluster_file.absolute())})
-    advice = advise(load_cluster(cluster_file), [settings.config, f"batch_size={settings.steps.batch_size}"], [2])
-    # All periods are tried in float32, which would be the fastest with very long rounds: the shortest that hides.
-    period = min(c.period for c in advice.candidates if (c.algorithm, c.payload) == ("cocod", "fp32"))
+    # All periods are tried in float32, which would be fastest with very long rounds: the shortest that hides.
+    cluster = load_cluster(cluster_file)
+    given = [settings.config, f"batch_size={settings.steps.batch_size}", "algorithm.period=1", "algorithm.payload=fp32"]
+    times = expected_times(cluster, configured(cluster, given, "cocod"))
     where = "in a network lab" if reason is None else "on an emulated link"
-    times = advice.times
     text = "\n".join(
         [
             f"two workers {where}, made for averages of {options.ratio:g} steps; cocod plan finds: a step takes "
             f"{1e3 * times.compute_seconds:.0f} ms, an average {times.comm_seconds / times.compute_seconds:.2f} steps, "
             f"interference {times.interference:.0%}",
-            table(read_rows(rows_file), period),
+            table(read_rows(rows_file), choose_period(times)),
         ]
     )
     print(text)

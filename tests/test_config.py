@@ -142,8 +142,8 @@ MISTAKES: list[tuple[str, str]] = [
         "algorithm.payload=qsgd:1 + algorithm.name=ssgd",
         "algorithm.payload='qsgd:1': the bits must be a whole number from 2 to 8",
     ),
-    ("algorithm.delay=0", "algorithm.delay=0 must be from 1 to 5, the longest period; use 1"),
-    ("algorithm.delay=6", "algorithm.delay=6 must be from 1 to 5, the longest period; use 5"),
+    ("algorithm.period=5 + algorithm.delay=0", "algorithm.delay=0 must be from 1 to 5, the longest period; use 1"),
+    ("algorithm.period=5 + algorithm.delay=6", "algorithm.delay=6 must be from 1 to 5, the longest period; use 5"),
     ("algorithm.delay=1.5", "algorithm.delay=1.5 is not an int; use delay=None to merge at the end of a round"),
     (
         "algorithm.delay=1 + algorithm.name=local",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import time
+import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -667,6 +669,22 @@ def gathers_in_backward(rank: int) -> list[bool]:
 def test_the_second_stage_begins_while_the_worker_computes() -> None:
     """Else half of a coded average could never be hidden in rounds of one step."""
     assert run_workers(2, gathers_in_backward) == [[True, True]] * 2
+
+
+def forgotten(rank: int) -> bool:
+    """Whether a model is kept by hooks that nobody took off."""
+    model, optimizer, sync = begin(rank, CoCoDSGD(1, payload="int8"), wide_model(torch.float32))
+    for number in range(3):
+        step(model, optimizer, rank, number)
+    sync.finish()
+    watched = weakref.ref(model.module[0].weight)
+    del model, optimizer, sync
+    gc.collect()
+    return watched() is not None
+
+
+def test_a_model_is_freed_without_detach() -> None:
+    assert run_workers(2, forgotten) == [False, False]
 
 
 class Vector(nn.Module):

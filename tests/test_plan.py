@@ -24,7 +24,7 @@ from cocod_accel.config.loading import load_config
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.plan.measure import fixed_seconds
-from cocod_accel.plan.recommend import Expected, advise, best_algorithm, worker_counts
+from cocod_accel.plan.recommend import Expected, advise, best_algorithm, is_uneven, worker_counts
 from cocod_accel.plan.tables import scaling_of
 from cocod_accel.report.figures import draw_expected
 from cocod_accel.sharding.speeds import Measured
@@ -91,7 +91,16 @@ def test_a_code_that_slows_steps_down_too_much_is_not_taken() -> None:
 
     assert choose(times_of(0.0)) == Choice("int8", 1, None)  # steps are 9 % longer; 25 % with bf16, 50 % with fp32
     assert choose(times_of(0.003)) == Choice("int4", 1, None)
-    assert choose(times_of(0.02)) == Choice("ternary", 2, 1)  # coding alone takes a fifth of a step
+    # Coding alone takes a fifth of a step: rounds of one step are best sent in full, however they slow steps down.
+    assert choose(times_of(0.02)) == Choice("fp32", 1, None)
+
+
+def test_a_code_that_costs_more_than_it_saves_is_not_taken() -> None:
+    """Coding takes 1.6 steps, an average in float32 2.5: rounds of 3 steps hide it, codes would need rounds of 16."""
+    comm = {"fp32": 2.5, "bf16": 1.25, "int8": 0.63, "int4": 0.32, "ternary": 0.17}
+    found = choose(lambda code: StepTimes(1.0, comm[code], 0.0, 0.0 if code == "fp32" else 1.6))
+    assert found == Choice("fp32", 3, None)
+    assert choose(lambda code: StepTimes(1.0, 5 + comm[code], 0.0)) == Choice("ternary", 6, None)  # all need 6 or more
 
 
 seconds = st.floats(1e-4, 1e2)
@@ -281,10 +290,11 @@ def test_less_is_sent_before_it_is_sent_less_often() -> None:
 def test_sixteen_workers_on_links_of_long_latency_take_longer_rounds() -> None:
     cluster = Cluster(step_seconds=0.1, network=Network(latency_us=20_000.0, bandwidth_gbit=1.0), payload_bytes=1_000_000)
     advice = advise(cluster.resized(16), [*TASK, "task.args={num_train: 65536}"], [16])
-    cocod = [c for c in advice.candidates if c.algorithm == "cocod" and c.payload == "ternary"]
-    assert min(c.period for c in cocod) > 5
-    # S-SGD waits 0.6 s in every step; rounds of seven steps and more lose too much for sixteen workers, and it is said.
-    assert all(c.steps_needed > 2 for c in cocod)
+    # 30 messages of 20 ms, whatever is sent: S-SGD waits for six steps in every step.
+    [cocod] = [c for c in advice.candidates if (c.algorithm, c.payload) == ("cocod", "ternary")]
+    assert cocod.period == 7
+    assert cocod.steps_needed > 2
+    assert [c.period for c in advice.candidates if advice.is_taken(c) and c.algorithm != "ssgd"] != [1]
 
 
 def test_the_papers_cluster_is_planned_with_short_rounds() -> None:
@@ -332,10 +342,20 @@ def test_more_steps_the_longer_apart_the_more_workers_and_the_shorter_the_run(
         given = {"span": span, "payload": payload, "num_workers": workers, "num_steps": steps}
         return measured.steps_needed(name, **{**given, **more})
 
-    assert 1 <= needed() <= needed(span=span + 40)
+    assert 1 <= needed() <= needed(span=span + 1)
     assert needed(num_workers=1) == 1 <= needed()
     assert needed(num_steps=2 * steps) <= needed() + 1e-12
     assert measured.steps_needed("ssgd", 0, "fp32", workers, steps) == 1
+    # After that many steps the method has gained what it is behind.
+    x = math.log2(needed())
+    behind = measured.loss(name, span, payload, workers, steps * 2**x)
+    assert measured.gain * x == pytest.approx(behind, rel=1e-6, abs=1e-9)
+
+
+def test_workers_that_never_meet_learn_nothing_together() -> None:
+    measured = learned()
+    for steps in (100, 1_000, 100_000):
+        assert measured.steps_needed("cocod", 10**6, "fp32", 16, steps) > 100
 
 
 def test_long_rounds_of_skewed_workers_are_warned_of() -> None:
@@ -421,7 +441,8 @@ def test_too_few_samples_for_many_workers_are_no_reason_not_to_plan() -> None:
 def test_expected_throughput_does_not_depend_on_how_long_a_round_is(ratio: float) -> None:
     """Equal workers, nothing disturbs: hidden communication costs nothing, blocking costs T_comm in every round."""
     advice = advise(even_cluster(ratio), [*TASK, "task.args={num_train: 131072}"], [2])
-    found = {c.algorithm: c for c in advice.candidates if c.algorithm != "cocod" or advice.is_taken(c)}
+    # All codes take the same time here, so the shortest is chosen.
+    found = {c.algorithm: c for c in advice.candidates if c.algorithm != "cocod" or c.payload == "ternary"}
     assert found["cocod"].throughput == pytest.approx(2.0, rel=1e-6)
     assert found["local"].throughput == pytest.approx(2 * 5 / (5 + ratio), rel=1e-6)
     assert found["ssgd"].throughput == pytest.approx(2 / (1 + ratio), rel=1e-6)
@@ -474,7 +495,7 @@ def test_one_worker_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    link = ["emulate.link.bandwidth_mbit=100", "emulate.slowdown=[1, 2]"]
+    link = ["emulate.link.bandwidth_mbit=100", "emulate.slowdown=[1, 3]"]
     done = command("cocod", "plan", *TASK, *link, "--save", str(file), "--seconds", "2", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("accelerate launch ")
@@ -492,7 +513,8 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
     assert set(cluster.coding_ns) == {"bf16", "int8", "int4", "ternary"}
     assert all(0 < nanoseconds < 1e6 for nanoseconds in cluster.coding_ns.values())
     assert "recommended" in done.stdout
-    assert "cluster.proportional=true" in done.stdout
+    # A busy machine may make the slowed-down worker look like the other one.
+    assert f"cluster.proportional={str(is_uneven(cluster)).lower()}" in done.stdout
     before = file.read_bytes()
     again = command("cocod", "plan", *TASK, "--save", str(file))
     assert again.returncode == 2
@@ -705,6 +727,9 @@ class FakeSync:
     def time_transfer(self) -> float:
         return self.transfers.pop(0)
 
+    def time_coding(self) -> float:
+        return 0.0
+
     def set_period(self, period: Any) -> None:
         self.periods.append(period)
 
@@ -717,9 +742,11 @@ def decided(rows: list[list[float]], own: int = 0) -> AutoPeriod:
 
 def test_a_decision_is_the_last_joiners_median_and_the_slowest_workers_step() -> None:
     # Worker 0 waited for worker 1 twice; the first transfer was slow for both.
-    rows = [[0.05, 0.9, 0.5, 0.5], [0.1, 0.8, 0.3, 0.3]]
+    rows = [[0.05, 0.9, 0.5, 0.5, 0.0], [0.1, 0.8, 0.3, 0.3, 0.0]]
     assert decided(rows).schedule == decided(rows, own=1).schedule == [[0, 4]]
-    assert decided([[0.1, 0.3, 0.3, 0.3], [math.nan, 0.3, 0.3, 0.3]]).schedule == []
+    assert decided([[0.1, 0.3, 0.3, 0.3, 0.0], [math.nan, 0.3, 0.3, 0.3, 0.0]]).schedule == []
+    rows[0][-1] = 0.08  # worker 0 codes so long that it would be four fifths of a step
+    assert decided(rows).schedule == decided(rows, own=1).schedule == [[0, 8]]
 
 
 def test_deciding_twice_at_one_step_leaves_one_pair() -> None:

@@ -216,11 +216,17 @@ class Replica:
         wait_for_device()
         return time.perf_counter() - begin
 
-    def time_coding(self, codec: str) -> float:
-        """Seconds that the main thread takes to code a round's payload; sends nothing."""
+    def time_coding(self, codec: str | None = None) -> float:
+        """Seconds that the main thread takes to code a round's payload; sends nothing. None: with its own codec."""
+        codec = self.parts[0].codec if codec is None else codec
         if codec == "fp32" or self.route.is_alone or not self.parameters:
             return 0.0
-        return sum(time_coding(codec, core.normal_(), self.route.comm) for core in FlatCopy(self.parameters).cores)
+        total = 0.0
+        for core in FlatCopy(self.parameters).cores:
+            # A generator of its own: a run must not draw other numbers because something was timed.
+            core.normal_(generator=torch.Generator(core.device).manual_seed(0))
+            total += time_coding(codec, core, self.route.comm)
+        return total
 
     # ---- the state between two steps
 

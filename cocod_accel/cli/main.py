@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 
 from cocod_accel import __version__
@@ -31,14 +32,26 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code = int(options.run(options))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit would raise again
         return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_is_gone() -> bool:
+    """Whether whoever reads what is printed, such as ``head``, has seen enough."""
+    if sys.stdout is None:
+        return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # POLLERR, a pipe that nobody reads, is reported unasked
+    return any(events & select.POLLERR for _, events in output.poll(0))

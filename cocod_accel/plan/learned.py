@@ -6,8 +6,8 @@ here, and with the number of workers; it shrinks in longer runs. With T the step
     loss(span, code, N, T) = (lost by span + lost by code) * share of N * share of T
 
 each measured by itself and interpolated; outside of what was measured the last figure holds, and beyond the longest span
-its line goes on. S-SGD gains ``gain`` points with every doubling of its steps, others what they lose less, too. So
-S-SGD's accuracy is reached after 2 ** (loss / gain of the method) times its steps.
+its line goes on, up to what S-SGD has to lose. S-SGD gains ``gain`` points with every doubling of its steps. So what it
+reaches in T steps is reached after 2 ** x times as many, where gain * x = loss(..., T * 2 ** x).
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Learned:
     left: float
     #: (workers, share of a loss).
     shares: Points
+    #: The largest loss that there can be: S-SGD's accuracy less that of guessing.
+    most: float
 
     @classmethod
     def of(cls, tree: dict[str, Any]) -> Learned:
@@ -50,25 +52,31 @@ class Learned:
         pairs = {key: tuple((float(x), float(y)) for x, y in tree[key]) for key in ("spans", "shares")}
         return cls(**{**tree, **pairs, "steps": tuple(tree["steps"])})
 
-    def loss(self, algorithm: str, span: int, payload: str, num_workers: int, num_steps: int) -> float:
+    def loss(self, algorithm: str, span: int, payload: str, num_workers: int, num_steps: float) -> float:
         """Points behind S-SGD after equally many steps."""
         return self._full(algorithm, span, payload, num_workers) * self._left(num_steps)
 
     def steps_needed(self, algorithm: str, span: int, payload: str, num_workers: int, num_steps: int) -> float:
         """Steps to what S-SGD reaches in ``num_steps``, over ``num_steps``."""
         full = self._full(algorithm, span, payload, num_workers)
-        doublings = math.log2(self.steps[1] / self.steps[0])
-        gain = self.gain + full * (1 - self.left) / doublings
-        return float(2 ** (full * self._left(num_steps) / gain))
+        start, low, high = (math.log2(steps) for steps in (max(1, num_steps), *self.steps))
+        shrinking = (1 - self.left) / (high - low)  # per doubling, between the shorter and the longer runs
+        # One of these is where its piece of the loss is; the loss never grows with the steps.
+        doublings = full / self.gain
+        if start + doublings > low:
+            doublings = full * (1 - shrinking * (start - low)) / (self.gain + full * shrinking)
+        if start + doublings > high:
+            doublings = full * self.left / self.gain
+        return float(2**doublings)
 
     def _full(self, algorithm: str, span: int, payload: str, num_workers: int) -> float:
         if algorithm == "ssgd":
             return 0.0
         lost = self.pipe if algorithm == "pipe" else _line(self.spans, span, goes_on=True)
         code = 0.0 if payload == "fp32" else self.codes.get(payload, max(self.codes.values()))
-        return max(0.0, lost + code) * _line(self.shares, num_workers)
+        return min(max(0.0, lost + code) * _line(self.shares, num_workers), self.most)
 
-    def _left(self, num_steps: int) -> float:
+    def _left(self, num_steps: float) -> float:
         short, long = self.steps
         return _line(((math.log(short), 1.0), (math.log(long), self.left)), math.log(max(1, num_steps)))
 

@@ -176,7 +176,7 @@ def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple
     known = {name: speedup for name, speedup in speedups.items() if speedup is not None}
     if not known:
         raise ConfigError("no algorithm can be simulated with this configuration; run cocod simulate to see why")
-    if num_workers == 1:
+    if num_workers == 1 and "ssgd" in known:
         return "ssgd", "one worker: there is nobody to communicate with, and all algorithms are plain SGD"
     fastest = max(known, key=lambda name: known[name])
     ssgd = known.get("ssgd", 0.0)
@@ -206,6 +206,9 @@ class _Planner:
         load_config([*arguments, *_REAL_ONLY, *own])
         #: A round is at least as many steps as a model is sent in parts.
         self.fragments = options.fragments
+        #: Of the cluster with so many workers, with a payload; and S-SGD's steps.
+        self._times: dict[tuple[int, str], StepTimes] = {}
+        self._num_steps: dict[int, int] = {}
 
     @property
     def _speeds(self) -> list[float]:
@@ -241,7 +244,11 @@ class _Planner:
 
     def times(self, cluster: Cluster, payload: str) -> StepTimes:
         """Of CoCoD-SGD with this payload."""
-        return expected_times(cluster, self.config(cluster, "cocod", Choice(payload, self.fragments, None)))
+        key = cluster.num_workers, payload
+        if key not in self._times:
+            config = self.config(cluster, "cocod", Choice(payload, self.fragments, None))
+            self._times[key] = expected_times(cluster, config)
+        return self._times[key]
 
     def choice(self, cluster: Cluster, payload: str = AUTO) -> Choice:
         """How CoCoD-SGD's models are to travel."""
@@ -299,14 +306,18 @@ class _Planner:
         if algorithm_class(algorithm).reduces_gradients:
             choice = _GRADIENTS
         try:
-            config = self.config(cluster, algorithm, choice, steps=_STEPS)
-            work = Work.of(config, task_facts(config).num_train, 0)
-            own = work.algorithm.period.at(0)
-            steps = own * max(_ROUNDS, math.ceil(_STEPS / own))
+            own = choice.period
+            if not algorithm_class(algorithm).same_period:
+                config = self.config(cluster, algorithm, choice, steps=_STEPS)
+                own = Work.of(config, task_facts(config).num_train, 0).algorithm.period.at(0)
+            rounds = _ROUNDS if own < _STEPS else 2
+            steps = own * max(rounds, math.ceil(_STEPS / own))
             config = self.config(cluster, algorithm, choice, steps=steps)
-            num_steps = _num_steps(self.config(cluster, "ssgd", choice))
+            if cluster.num_workers not in self._num_steps:
+                self._num_steps[cluster.num_workers] = _num_steps(self.config(cluster, "ssgd", choice))
         except ConfigError:
             return None
+        num_steps = self._num_steps[cluster.num_workers]
         done = simulate(cluster, config, steps=steps)
         samples = done.num_samples / min(done.timeline.steps)
         throughput = done.steady_speedup()
@@ -386,7 +397,7 @@ def _num_steps(config: Config) -> int:
 def _why_period(times: StepTimes, taken: Candidate, least: int) -> str:
     facts = f"a step takes {1e3 * times.compute_seconds:.1f} ms, an average {1e3 * times.comm_seconds:.1f} ms"
     if taken.algorithm != "cocod":  # which waits for it in every round
-        waits = times.comm_seconds / (taken.period * times.compute_seconds)
+        waits = (times.comm_seconds + times.coding_seconds) / (taken.period * times.compute_seconds)
         return f"{facts}: the paper's; steps are {waits:.0%} longer for it"
     if times.coding_seconds:
         facts += f" and its coding {1e3 * times.coding_seconds:.1f} ms"

@@ -46,6 +46,8 @@ def _cluster_tables(cluster: Cluster) -> list[str]:
         f"batches of {cluster.batch_size}; {fixed:.0%} of a step does not depend on the batch",
         f"while a transfer is under way, computing loses {cluster.interference:.1%}",
     ]
+    if not cluster.coding_ns:
+        notes.append("what coding takes is not in the file (coding_ns): short codes are taken to cost nothing")
     blocks = [f"cluster {cluster.name}{about}\n{aligned(rows)}", "\n".join(notes)]
     network = cluster.network
     if network.allreduce is not None:

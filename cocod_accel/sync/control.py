@@ -99,8 +99,8 @@ class Control:
         self._driver.state()
         return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers, codec=payload)
 
-    def time_coding(self, payload: str) -> float:
-        """Seconds that this worker's main thread takes to code a round's payload; sends nothing."""
+    def time_coding(self, payload: str | None = None) -> float:
+        """Seconds that this worker's main thread takes to code a round's payload; sends nothing. None: its own code."""
         return self._driver.replica.time_coding(payload)
 
     def emulate_link(self, link: Link) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FrameType
@@ -136,7 +137,7 @@ class AttemptCounter:
             self._removables.append(optimizer.register_step_pre_hook(_Hook(self._step_begins)))
             self._removables.append(optimizer.register_step_post_hook(_Hook(self._step_ends)))
         for parameter in passed:
-            self._removables.append(parameter.register_post_accumulate_grad_hook(_Hook(self._passes)))
+            self._removables.append(parameter.register_post_accumulate_grad_hook(_Hook(_passes, weakref.ref(self))))
 
     def remove(self) -> None:
         """Take all hooks off again."""
@@ -161,9 +162,6 @@ class AttemptCounter:
         self._witness = None
 
     # ---- hooks
-
-    def _passes(self, parameter: Tensor) -> None:
-        self._in_passing()
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         self._in_passing()
@@ -260,6 +258,13 @@ class AttemptCounter:
         while self._num_owed:
             self._num_owed -= 1
             self._watcher.attempted()
+
+
+def _passes(counter: weakref.ref[AttemptCounter], parameter: Tensor) -> None:
+    # Weakly: a parameter keeps its hooks where Python's garbage collector cannot see them.
+    alive = counter()
+    if alive is not None:
+        alive._in_passing()
 
 
 def places_in_backward(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -55,21 +55,26 @@ def choose(
     delay: int | str | None = AUTO,
     least: int = 1,
 ) -> Choice:
-    """The longest code that hides in the shortest rounds; if none does, the shortest code, and the shortest rounds for it.
+    """The longest code that hides in the shortest rounds; if none does, the shortest of those that need the shortest ones.
 
-    Sending less costs less accuracy than sending less often (docs/reproduction.md). ``times_of``: the times with a code.
-    What is given is kept: a ``payload``, a ``period`` (None: free, but at least ``least``), a ``delay``.
+    Sending less costs less accuracy than sending less often (docs/reproduction.md). A code that makes steps more than 10%
+    longer does not count as hidden. ``times_of``: the times with a code. What is given is kept: a ``payload``, a ``period``
+    (None: free, but at least ``least``), a ``delay``.
     """
-    codes = CODES if payload == AUTO else (payload,)
+    times = {code: times_of(code) for code in (CODES if payload == AUTO else (payload,))}
     shortest = max(least, delay) if isinstance(delay, int) else least
     tried = shortest if period is None else period
     hidden = min(tried, delay) if isinstance(delay, int) else tried  # the time that a transfer has
-    for chosen in codes:
-        times = times_of(chosen)
-        if hiding_delay(times) <= hidden and lost_share(times, tried) <= LOSS * (1 + 1e-9):
-            break
-    steps = max(shortest, choose_period(times)) if period is None else period
-    found = delay if not isinstance(delay, str) else min(hiding_delay(times), steps)
+
+    def hides(code: str) -> bool:
+        return hiding_delay(times[code]) <= hidden and lost_share(times[code], tried) <= LOSS * (1 + 1e-9)
+
+    def needed(code: str) -> tuple[int, int]:
+        return choose_period(times[code], least=shortest) if period is None else period, hiding_delay(times[code])
+
+    chosen = next((code for code in times if hides(code)), None) or min(reversed(times), key=needed)
+    steps, soonest = needed(chosen)
+    found = delay if not isinstance(delay, str) else min(soonest, steps)
     return Choice(chosen, steps, None if found == steps else found)
 
 

@@ -66,12 +66,13 @@ class AutoPeriod:
         ``compute_seconds``: this worker's median step; not a number if it has not taken any. Then nothing is decided.
         """
         transfers = [self._sync.control.time_transfer() for _ in range(_NUM_TRANSFERS)]
-        rows = self._gather([compute_seconds, *transfers])
+        rows = self._gather([compute_seconds, *transfers, self._sync.control.time_coding()])
         if any(math.isnan(row[0]) for row in rows):
             return None
         # Whoever joined last has seen the transfer alone; the others have waited for that worker, too.
         alone = [min(row[1 + index] for row in rows) for index in range(_NUM_TRANSFERS)]
-        times = StepTimes(max(row[0] for row in rows), statistics.median(alone), interference=0.0)
+        coding = max(row[-1] for row in rows)
+        times = StepTimes(max(row[0] for row in rows), statistics.median(alone), interference=0.0, coding_seconds=coding)
         decision = Decision(choose_period(times, least=self._least), times.compute_seconds, times.comm_seconds)
         self._change_to(decision.period)
         return decision
