@@ -209,11 +209,11 @@ def test_the_mean_of_all_workers_is_sent_in_full(num_workers: int, size: int, na
             # What it has sent lies in the others' incoming rows.
             for owner, other in enumerate(coders):
                 theirs = other._coders[0]
-                for tile in theirs._tiles:
-                    if tile.row == owner:
-                        out, work = theirs._room(tile)
-                        theirs._incoming.decode(rank, tile, out, work)
-                        first = tile.row * own.layout.chunk + tile.blocks.start * own.layout.block
+                for tile in theirs.layout.tiles(1):  # one row and one block at a time
+                    if tile.rows.start == owner:
+                        out, work = theirs._room(tile.shape, owner)
+                        theirs._codec.decode_(*theirs._incoming.at(slice(rank, rank + 1), tile.blocks), out, work)
+                        first = owner * own.layout.chunk + tile.blocks.start * own.layout.block
                         parts[first : first + out.numel()] = out.view(-1)
             said.append(parts[: size + 3])
         expected = (torch.tensor(weights, dtype=torch.float64).unsqueeze(-1) * torch.stack(said)).sum(0) / sum(weights)

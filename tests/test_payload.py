@@ -133,21 +133,23 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(name: str) -> Non
         assert torch.allclose(seen[seen != 0], huge.to(dtype)[seen != 0], rtol=0.01)
 
 
-@given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 3000), st.sampled_from([1, 2, 4, 8]))
-def test_every_element_is_in_one_tile(num_elements: int, num_workers: int, limit: int, multiple: int) -> None:
-    layout = Layout(num_elements, num_workers, multiple=multiple)
+@given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 3), st.integers(1, 9000), st.sampled_from([1, 2, 4, 8]))
+def test_every_element_is_in_one_tile(size: int, num_workers: int, num_shards: int, limit: int, multiple: int) -> None:
+    layout = Layout(size, num_workers, num_shards, multiple=multiple)
     assert layout.block <= 256
     assert layout.block % multiple == 0
-    filled = layout.chunk * num_workers - num_elements
-    assert 0 <= filled < num_workers * (1 + multiple * layout.num_blocks)
+    filled = layout.chunk * layout.num_rows - size
+    assert 0 <= filled < layout.num_rows * (1 + multiple * layout.num_blocks)
     covered = 0
     for tile in layout.tiles(limit):
-        assert tile.start == covered == tile.row * layout.chunk + tile.blocks.start * layout.block
-        num_blocks = tile.blocks.stop - tile.blocks.start
-        assert 0 < tile.stop - tile.start <= num_blocks * layout.block
-        assert num_blocks == 1 or num_blocks * layout.block <= limit
+        num_rows, num_blocks = tile.shape
+        assert tile.start == covered == tile.rows.start * layout.chunk + tile.blocks.start * layout.block
+        assert 0 < tile.stop - tile.start <= num_rows * num_blocks * layout.block
+        assert num_rows == 1 or num_blocks == layout.num_blocks
+        assert num_rows * num_blocks == 1 or num_rows * num_blocks * layout.block <= limit
+        assert len({row // num_workers for row in range(tile.rows.start, tile.rows.stop)}) == 1, "of one shard"
         covered = tile.stop
-    assert covered == num_elements
+    assert covered == size
 
 
 @given(st.integers(1, 3000), st.integers(1, 5), st.integers(1, 4))
@@ -156,9 +158,31 @@ def test_shards_hold_every_element_once(num_elements: int, num_workers: int, num
     stretches = [layout.elements_of(shard) for shard in range(num_shards)]
     assert [index for s in stretches for index in range(s.start, s.stop)] == list(range(num_elements))
     for tile in layout.tiles(100):
-        (owner,) = [shard for shard in range(num_shards) if tile.row in layout.rows_of(shard)]
+        (owner,) = [shard for shard in range(num_shards) if tile.rows.start in layout.rows_of(shard)]
         assert stretches[owner].start <= tile.start
         assert tile.stop <= stretches[owner].stop
+
+
+@given(st.integers(1, 3000), st.integers(1, 5), st.sampled_from(["int8", "int4", "ternary", "qsgd:3", "bf16"]))
+def test_rows_in_one_tile_are_coded_like_rows_alone(num_elements: int, num_workers: int, name: str) -> None:
+    generator = torch.Generator().manual_seed(num_elements)
+    values, like = (torch.randn(num_workers, num_elements, generator=generator) for _ in range(2))
+    ends = []
+    for limit in (1 << 18, 256):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cocod_accel.averaging.coder._CPU_TILE", limit)
+            group = InProcessGroup(num_workers)
+            coders = [Coder(name, like[0], group.member(rank)) for rank in range(num_workers)]
+        headers = [Header(Kind.ROUND, 1, (1.0, 2.0, 3.0, 4.0, 5.0)[:num_workers], rank) for rank in range(num_workers)]
+        means = torch.empty_like(values)
+        for _ in range(2):
+            for rank, coder in enumerate(coders):
+                launch_coded([coder], [values[rank]], [like[0]], group.member(rank), headers[rank], 5.0)
+            for coder, mean in zip(coders, means, strict=True):
+                coder.decode(like[0], mean)
+        ends.append([means, *(coder.residual for coder in coders), *(coder.owned_residual for coder in coders)])
+    for together, alone in zip(*ends, strict=True):
+        assert torch.equal(together, alone)
 
 
 #: What a codec may take of float32's bytes, scales, places and filling included.

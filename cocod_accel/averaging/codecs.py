@@ -77,6 +77,12 @@ class Codec(ABC):
         self.decode_(codes, scales, work.first, work)
         total.add_(work.first, alpha=factor)
 
+    def sum_(self, codes: Tensor, scales: Tensor, total: Tensor, factors: Sequence[float], work: Work) -> None:
+        """The same for all workers, whose codes are the rows of ``codes``; ``work`` has room for them all."""
+        for row, factor in enumerate(factors):
+            one = slice(row, row + 1)
+            self.add_(codes[one], scales[one], total, factor, Work(work.first[one], work.second[one], work.row))
+
     def prepare(self, values: Tensor, key: tuple[int, ...]) -> None:  # noqa: B027 - most codecs need nothing
         """Before all blocks of ``values`` are encoded; ``key``: where random numbers begin."""
 
@@ -204,6 +210,12 @@ class Scaled(Codec):
     def add_(self, codes: Tensor, scales: Tensor, total: Tensor, factor: float, work: Work) -> None:
         self.packing.unpack_(codes, work.first, work.second)
         total.addcmul_(work.first, scales.unsqueeze(-1).to(total.dtype), value=factor)
+
+    def sum_(self, codes: Tensor, scales: Tensor, total: Tensor, factors: Sequence[float], work: Work) -> None:
+        self.packing.unpack_(codes, work.first, work.second)
+        columns = scales.unsqueeze(-1).to(total.dtype)
+        for factor, numbers, column in zip(factors, work.first, columns, strict=True):
+            total[0].addcmul_(numbers, column, value=factor)
 
     def _set_scales(self, magnitudes: Tensor, scales: Tensor) -> None:
         """``magnitudes`` may be used up."""

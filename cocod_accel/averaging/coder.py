@@ -39,12 +39,17 @@ _NUM_TIMED = 3
 
 @dataclass(frozen=True)
 class Tile:
-    """Blocks of one chunk, and the elements they hold."""
+    """Blocks of one chunk, or several whole chunks, and the elements they hold."""
 
-    row: int
+    rows: slice
     blocks: slice
     start: int
     stop: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Chunks, and blocks of each."""
+        return self.rows.stop - self.rows.start, self.blocks.stop - self.blocks.start
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,22 @@ class Layout:
         return slice(min(shard * length, self.num_elements), min((shard + 1) * length, self.num_elements))
 
     def tiles(self, limit: int) -> Iterator[Tile]:
-        """All elements in order, in tiles of one chunk and at most ``limit`` elements, but at least a block."""
+        """All elements in order, in tiles of at most ``limit`` elements, but at least a block.
+
+        Chunks that are much smaller share a tile with others of their shard, if they have blocks that share a scale.
+        """
         step = max(1, limit // self.block)
-        for row in range(self.num_rows):
-            for first in range(0, self.num_blocks, step):
-                start = row * self.chunk + first * self.block
-                last = min(first + step, self.num_blocks)
-                stop = min(row * self.chunk + last * self.block, self.num_elements)
-                if start < stop:
-                    yield Tile(row, slice(first, last), start, stop)
+        joined = 1 if self.max_block is None else max(1, limit // self.chunk)
+        for shard in range(self.num_shards):
+            rows = self.rows_of(shard)
+            for row in range(rows.start, rows.stop, joined):
+                last_row = min(row + joined, rows.stop, math.ceil(self.num_elements / self.chunk))
+                for first in range(0, self.num_blocks, step):
+                    start = row * self.chunk + first * self.block
+                    last = min(first + step, self.num_blocks)
+                    stop = min((last_row - 1) * self.chunk + last * self.block, self.num_elements)
+                    if start < stop:
+                        yield Tile(slice(row, last_row), slice(first, last), start, stop)
 
     def row_bytes(self, codec: Codec, itemsize: int) -> int:
         """What a chunk takes when it is coded, scales and filling included, its header not."""
@@ -127,20 +139,12 @@ class Wire:
         self.headers = self.bytes[:, :ROW_BYTES].view(torch.int32)
         self._scales = self.bytes[:, ROW_BYTES:first].view(torch.float32)
         self._codes = self.bytes[:, first:end].view(codec.dtype).unflatten(1, (layout.num_blocks, num_codes))
-        self._codec, self._is_by_block = codec, codec.num_scales(layout.num_blocks) == layout.num_blocks > 0
+        self._is_by_block = codec.num_scales(layout.num_blocks) == layout.num_blocks > 0
 
-    def encode(self, row: int, tile: Tile, values: Tensor, dropped: Tensor | None, work: Work) -> None:
-        self._codec.encode_(values, *self._at(row, tile), dropped, work)
-
-    def decode(self, row: int, tile: Tile, out: Tensor, work: Work) -> None:
-        self._codec.decode_(*self._at(row, tile), out, work)
-
-    def add(self, row: int, tile: Tile, total: Tensor, factor: float, work: Work) -> None:
-        self._codec.add_(*self._at(row, tile), total, factor, work)
-
-    def _at(self, row: int, tile: Tile) -> tuple[Tensor, Tensor]:
-        scales = self._scales[row]
-        return self._codes[row, tile.blocks], scales[tile.blocks] if self._is_by_block else scales.unsqueeze(0)
+    def at(self, rows: slice, blocks: slice) -> tuple[Tensor, Tensor]:
+        """Codes and scales there."""
+        scales = self._scales[rows]
+        return self._codes[rows, blocks], scales[:, blocks] if self._is_by_block else scales.unsqueeze(1)
 
 
 def coded_bytes(name: str, num_elements: int, num_workers: int, num_shards: int = 1, sizes: Sequence[int] = ()) -> int:
@@ -164,6 +168,22 @@ def _fit(codec: Codec, sizes: Sequence[int], layout: Layout) -> None:
         codec.fit(sizes, layout.chunk, layout.num_rows)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One tile of a pass, with all it works on; made once, because views of small tensors cost as much as their numbers."""
+
+    part: slice  # of the flat buffer
+    blocks: Tensor  # room for the numbers, in blocks
+    held: Tensor  # the same, flat and without what fills the end up
+    filling: Tensor | None
+    codes: Tensor
+    scales: Tensor
+    work: Work
+    kept: Tensor | None = None  # what is owed, in blocks
+    owed: Tensor | None = None  # the same, flat and without the end
+    incoming: tuple[tuple[Tensor, Tensor, Work], ...] = ()  # what all workers say of it
+
+
 class Coder:
     """One worker's coded averages of one flat buffer: what rounding has dropped so far, and the bytes on their way.
 
@@ -174,24 +194,34 @@ class Coder:
         self, name: str, like: Tensor, comm: Communicator, *, sizes: Sequence[int] = (), seed: tuple[int, ...] = ()
     ) -> None:
         self._codec, second = _stages(name, like.dtype)
+        self._second = second
         self._rank, self._shard, self._seed = comm.rank, comm.shard_index, seed
-        self.layout = Layout.of(self._codec, like.numel(), comm.size, comm.num_shards)
-        _fit(self._codec, sizes or [like.numel()], self.layout)
-        self._own = self.layout.elements_of(self._shard)
+        self.layout = layout = Layout.of(self._codec, like.numel(), comm.size, comm.num_shards)
+        _fit(self._codec, sizes or [like.numel()], layout)
+        own = layout.elements_of(self._shard)
         keeps = self._codec.has_feedback
+        # With room for what fills the last chunk up; that stays 0.
+        room = like.new_zeros(comm.size * layout.chunk if keeps else 0)
         #: e, of this worker's shard.
-        self.residual = like.new_zeros(self._own.stop - self._own.start if keeps else 0)
+        self.residual = room[: own.stop - own.start]
         #: E, of the chunk that this worker owns.
-        self.owned_residual = like.new_zeros(self.layout.chunk if keeps else 0)
-        self._outgoing = Wire(self._codec, self.layout, comm.size, like)
-        self._incoming = Wire(self._codec, self.layout, comm.size, like)
-        self._made = self._outgoing if second is self._codec else Wire(second, self.layout, comm.size, like)
+        self.owned_residual = like.new_zeros(layout.chunk if keeps else 0)
+        self._outgoing = Wire(self._codec, layout, comm.size, like)
+        self._incoming = Wire(self._codec, layout, comm.size, like)
+        self._made = self._outgoing if second is self._codec else Wire(second, layout, comm.size, like)
         #: All shards of the node.
-        self._results = self._made if comm.num_shards == 1 else Wire(second, self.layout, self.layout.num_rows, like)
-        limit = _CPU_TILE if like.device.type == "cpu" else self.layout.chunk
-        self._tiles = list(self.layout.tiles(limit))
-        largest = max((tile.blocks.stop - tile.blocks.start for tile in self._tiles), default=1)
-        self._scratch = like.new_empty(3, largest, self.layout.block)
+        self._results = self._made if comm.num_shards == 1 else Wire(second, layout, layout.num_rows, like)
+        limit = _CPU_TILE if like.device.type == "cpu" else layout.chunk
+        tiles = list(layout.tiles(limit))
+        all_rows = layout.num_workers * layout.chunk
+        self._sums_all = layout.max_block is not None and all_rows <= limit
+        largest = max([math.prod(tile.shape) for tile in tiles] + [layout.num_workers * layout.num_blocks] * self._sums_all)
+        self._scratch = like.new_empty(3, largest, layout.block)
+        rows = layout.rows_of(self._shard)
+        self._encodings = [self._encoding(tile, room) for tile in tiles if tile.rows.start in rows]
+        own_row = rows[self._rank]
+        self._sums = [self._sum(own_row, t.blocks) for t in tiles if t.rows.start <= own_row < t.rows.stop]
+        self._decodings = [self._decoding(tile) for tile in tiles]
 
     @property
     def num_bytes(self) -> int:
@@ -207,27 +237,16 @@ class Coder:
         """Q((y - c) + e) -> bytes; e <- what is dropped."""
         header.write_rows(self._outgoing.headers)
         self._codec.prepare(values, (*self._seed, self._rank, header.number))
-        first_row = self.layout.rows_of(self._shard).start
-        for tile in self._own_tiles():
-            wanted, work = self._room(tile)
-            part, size = slice(tile.start, tile.stop), tile.stop - tile.start
-            held = wanted.view(-1)[:size]
+        for job in self._encodings:
             if centre is None:
-                held.copy_(values[part])
+                job.held.copy_(values[job.part])
             else:
-                torch.sub(values[part], centre[part], out=held)
-            if size < wanted.numel():
-                wanted.view(-1)[size:].zero_()
-            if not self._codec.has_feedback:
-                self._outgoing.encode(tile.row - first_row, tile, wanted, None, work)
-                continue
-            owed = self.residual[tile.start - self._own.start : tile.stop - self._own.start]
-            held.add_(owed)
-            if size == wanted.numel():
-                self._outgoing.encode(tile.row - first_row, tile, wanted, owed.view_as(wanted), work)
-            else:
-                self._outgoing.encode(tile.row - first_row, tile, wanted, wanted, work)
-                owed.copy_(held)
+                torch.sub(values[job.part], centre[job.part], out=job.held)
+            if job.filling is not None:
+                job.filling.zero_()
+            if job.owed is not None:
+                job.held.add_(job.owed)
+            self._codec.encode_(job.blocks, job.codes, job.scales, job.kept, job.work)
 
     def exchange(self, factors: tuple[float, ...], total: float) -> Exchange:
         @torch.no_grad()
@@ -242,20 +261,18 @@ class Coder:
         """Q(sum_i w_i q_i + E) of this worker's chunk -> bytes; E <- what is dropped."""
         if self._made is not self._outgoing:
             self._made.headers[self._rank].copy_(self._outgoing.headers[self._rank])
-        own_row = self.layout.rows_of(self._shard)[self._rank]
-        for tile in self._tiles:
-            if tile.row != own_row:
-                continue
-            wanted, work = self._room(tile)
-            wanted.zero_()
-            for i, factor in enumerate(factors):
-                self._incoming.add(i, tile, wanted, factor, work)
-            wanted.div_(total)
-            kept = None
-            if self._codec.has_feedback:
-                kept = self.owned_residual.view(self.layout.num_blocks, self.layout.block)[tile.blocks]
-                wanted.add_(kept)
-            self._made.encode(self._rank, tile, wanted, kept, work)
+        for job in self._sums:
+            job.blocks.zero_()
+            if self._sums_all:
+                ((codes, scales, work),) = job.incoming
+                self._codec.sum_(codes, scales, job.blocks, factors, work)
+            else:
+                for factor, (codes, scales, work) in zip(factors, job.incoming, strict=True):
+                    self._codec.add_(codes, scales, job.blocks, factor, work)
+            job.blocks.div_(total)
+            if job.kept is not None:
+                job.blocks.add_(job.kept)
+            self._second.encode_(job.blocks, job.codes, job.scales, job.kept, job.work)
 
     def read_headers(self, header: Header) -> tuple[bool, bool]:
         """The votes; raises unless all that has arrived belongs to this average."""
@@ -265,23 +282,52 @@ class Coder:
 
     def decode(self, centre: Tensor | None, mean: Tensor) -> None:
         """mean <- c + r; what was exchanged has been waited for."""
-        for tile in self._tiles:
-            out, work = self._room(tile)
-            self._results.decode(tile.row, tile, out, work)
-            part = slice(tile.start, tile.stop)
-            result = out.view(-1)[: tile.stop - tile.start]
+        for job in self._decodings:
+            self._second.decode_(job.codes, job.scales, job.blocks, job.work)
             if centre is None:
-                mean[part].copy_(result)
+                mean[job.part].copy_(job.held)
             else:
-                torch.add(centre[part], result, out=mean[part])
+                torch.add(centre[job.part], job.held, out=mean[job.part])
 
-    def _own_tiles(self) -> Iterator[Tile]:
-        rows = self.layout.rows_of(self._shard)
-        return (tile for tile in self._tiles if tile.row in rows)
+    # ---- what each tile works on
 
-    def _room(self, tile: Tile) -> tuple[Tensor, Work]:
-        first, second, third = self._scratch[:, : tile.blocks.stop - tile.blocks.start]
-        return first, Work(second, third, tile.row)
+    def _encoding(self, tile: Tile, residual: Tensor) -> _Job:
+        first_row = self.layout.rows_of(self._shard).start
+        rows = slice(tile.rows.start - first_row, tile.rows.stop - first_row)
+        blocks, work = self._room(tile.shape, tile.rows.start)
+        size, start = tile.stop - tile.start, tile.start - first_row * self.layout.chunk
+        held, filling = torch.split(blocks.view(-1), [size, blocks.numel() - size])
+        kept = owed = None
+        if self._codec.has_feedback:
+            owed = residual[start : start + size]
+            kept = residual[start : start + blocks.numel()].view_as(blocks)
+        codes, scales = self._outgoing.at(rows, tile.blocks)
+        part = slice(tile.start, tile.stop)
+        return _Job(part, blocks, held, filling if filling.numel() else None, codes, scales, work, kept, owed)
+
+    def _sum(self, own_row: int, part: slice) -> _Job:
+        num_blocks, num_workers = part.stop - part.start, self.layout.num_workers
+        blocks, work = self._room((1, num_blocks), own_row)
+        kept = None
+        if self._codec.has_feedback:
+            kept = self.owned_residual.view(1, self.layout.num_blocks, self.layout.block)[:, part]
+        codes, scales = self._made.at(slice(self._rank, self._rank + 1), part)
+        together = [slice(0, num_workers)] if self._sums_all else [slice(i, i + 1) for i in range(num_workers)]
+        incoming = tuple(
+            (*self._incoming.at(rows, part), self._room((rows.stop - rows.start, num_blocks), own_row)[1])
+            for rows in together
+        )
+        return _Job(part, blocks, blocks.view(-1), None, codes, scales, work, kept, incoming=incoming)
+
+    def _decoding(self, tile: Tile) -> _Job:
+        blocks, work = self._room(tile.shape, tile.rows.start)
+        codes, scales = self._results.at(tile.rows, tile.blocks)
+        held = blocks.view(-1)[: tile.stop - tile.start]
+        return _Job(slice(tile.start, tile.stop), blocks, held, None, codes, scales, work)
+
+    def _room(self, shape: tuple[int, int], row: int) -> tuple[Tensor, Work]:
+        first, second, third = self._scratch[:, : math.prod(shape)].unflatten(1, shape)
+        return first, Work(second, third, row)
 
 
 @torch.no_grad()

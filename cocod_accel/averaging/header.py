@@ -7,6 +7,7 @@ beginning; both are checked on arrival. Votes (to stop, to save) travel in the s
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -82,10 +83,9 @@ class Header:
 
     def read_rows(self, headers: Tensor) -> tuple[bool, bool]:
         """The votes; row j was written by worker j."""
-        words = headers[:, 0].tolist()
-        weights = headers[:, 1].clone().view(torch.float32).tolist()
         votes = 0
-        for rank, (word, weight, factor) in enumerate(zip(words, weights, self.factors, strict=True)):
+        for rank, ((word, bits), factor) in enumerate(zip(headers.tolist(), self.factors, strict=True)):
+            (weight,) = struct.unpack("<f", struct.pack("<i", bits))
             kind, flags, number = word >> 24, word >> 16 & 0xFF, word & 0xFFFF
             if (kind, number) != (int(self.kind), self.number & 0xFFFF):
                 raise TransferError(f"this worker is {self._here}, {_described(kind, number, f'worker {rank}')}; {_FIX}")
