@@ -220,12 +220,17 @@ class Part:
                 continue
             mean = mean_(segment.flat, divisor)
             flight.drift.norms.append(mean.dot(mean))
-            flight.drift.distances.append((local.flat - mean).square_().sum())
-            z = self.point.follow(index, mean)
-            if self._left_out is not None:
-                segment.flat.copy_(local.flat)
+            if self._left_out is None and self.point.outer.is_mean:
+                self.point.follow(index, mean)
+                away = torch.sub(local.flat, mean, out=segment.flat)  # which held the mean
             else:
-                torch.sub(local.flat, z, out=segment.flat)
+                away = local.flat - mean
+                z = self.point.follow(index, mean)
+                if self._left_out is None:
+                    torch.sub(local.flat, z, out=segment.flat)
+                else:
+                    segment.flat.copy_(local.flat)
+            flight.drift.distances.append(away.dot(away))
         self._point_is_set()
 
     @torch.no_grad()
