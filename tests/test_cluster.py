@@ -184,7 +184,7 @@ def test_a_saved_cluster_is_the_same_one_loaded(tmp_path: Path) -> None:
         ("network: {allreduce: [[1, 2], [2]]}", "network.allreduce[1]=[2.0]: must be [bytes, seconds], both positive"),
         ("network: {allreduce: [[2, 1], [2, 2]]}", "network.allreduce[1]=[2.0, 2.0]: must have more bytes than"),
         ("network: {allreduce: [[1, 2], [2, 1]]}", "network.allreduce[1]=[2.0, 1.0]: must not be faster than"),
-        ("network: {allreduce_workers: 3}", "network.allreduce_workers=3: is of network.allreduce, which is not given"),
+        ("network: {allreduce_workers: 3}", "network.allreduce_workers=3: requires network.allreduce"),
         ("step_seconds: 0", "step_seconds=0.0: must be positive"),
         ("fixed_seconds: 9", "fixed_seconds=9.0: must be at most step_seconds=0.1, which includes it"),
         ("stragglers: {probability: 2}", "stragglers.probability=2.0: must be in [0, 1]"),
@@ -244,7 +244,7 @@ def test_every_number_is_cited_or_an_assumption(path: Path) -> None:
 
 def test_a_table_of_one_worker_must_say_how_many_it_is_of() -> None:
     table = Network(allreduce=[[1.0, 0.1], [1e9, 0.2]])
-    with pytest.raises(ConfigError, match="must say how many workers the table is of"):
+    with pytest.raises(ConfigError, match="must give the number of workers in the table"):
         validate(Cluster(workers=[WorkerGroup(count=1)], network=table))
     validate(Cluster(workers=[WorkerGroup(count=1)], network=replace(table, allreduce_workers=2)))
 

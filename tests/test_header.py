@@ -61,7 +61,7 @@ def test_one_that_differs_is_found_by_all(factors: Any, data: st.DataObject) -> 
 
 def test_other_weights_are_found() -> None:
     headers = [Header(Kind.ROUND, 1, (1.0, 2.0), 0), Header(Kind.ROUND, 1, (1.0, 5.0), 1)]
-    with pytest.raises(TransferError, match=r"add up to 6, this worker expects 3; call reweight\(\) on all workers"):
+    with pytest.raises(TransferError, match=r"add up to 6, but this worker expects 3; call reweight\(\) on all workers"):
         headers[0].read(summed(headers, torch.float32))
     rows = torch.zeros(2, 2, dtype=torch.int32)
     for rank, header in enumerate(headers):

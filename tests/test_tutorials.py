@@ -181,7 +181,7 @@ def _environment(process: Path) -> bytes:
 
 
 #: A plain accelerate script that has done everything, end_training() too, aborts now and then on a busy machine: see
-#: cocod_accel/leaving.py. Where nothing of this package can prevent it, the block is run again.
+#: cocod_accel/comm/shutdown.py. Where nothing of this package can prevent it, the block is run again.
 ABORTED_AT_EXIT = "terminate called without an active exception"
 #: The command that failed is named.
 STOP_AT_ERRORS = "set -euo pipefail\ntrap 'echo \"failed: $BASH_COMMAND\" >&2' ERR\n"

@@ -1,4 +1,4 @@
-"""What every average says of itself: its kind, its number, and the weights it sums.
+"""The header of every average: its kind, its number, and the weights it sums.
 
 Workers meet in collectives by order alone. If one of them is ending a round where another one evaluates, and both sums have
 one size, they would pair up in silence. So a sum carries a few numbers more at its end, and a coded row a few bytes at its
@@ -64,13 +64,13 @@ class Header:
         is_same_kind = kinds == size * kind and kind_squares == size * kind * kind
         is_same_number = numbers == size * number and number_squares == size * number * number
         if not (is_same_kind and is_same_number):
-            other = _described(int(kinds) - kind, int(numbers) - number) if size == 2 else "another worker is elsewhere"
+            other = "another worker is at a different average"
+            if size == 2:
+                other = _described(int(kinds) - kind, int(numbers) - number)
             raise TransferError(f"this worker is {self._here}, {other}; {_FIX}")
         total = sum(self.factors)
         if not abs(weight - total) <= 1e-3 * total:
-            raise TransferError(
-                f"the weights of an average add up to {weight:g}, this worker expects {total:g}; {_REWEIGHT}"
-            )
+            raise TransferError(f"the weights add up to {weight:g}, but this worker expects {total:g}; {_REWEIGHT}")
         return stop > 0, save > 0
 
     # ---- in coded rows
@@ -105,13 +105,13 @@ _REWEIGHT = "call reweight() on all workers"
 _FIX = "call averaged(), finish() and reweight() on all workers at the same step"
 
 
-def _described(kind: int, number: int, who: str = "the other one") -> str:
+def _described(kind: int, number: int, who: str = "the other worker") -> str:
     places = {
-        Kind.ROUND: f"in average {number} of a round", Kind.FINISH: "in finish()", Kind.EVALUATION: "in averaged()",
+        Kind.ROUND: f"in round average {number}", Kind.FINISH: "in finish()", Kind.EVALUATION: "in averaged()",
         Kind.GRADIENT: f"in gradient {number}",
     }  # fmt: skip
     verb = "is " if who else ""
-    return f"{who} {verb}{places.get(Kind(kind)) if kind in list(Kind) else 'elsewhere'}"
+    return f"{who} {verb}{places.get(Kind(kind)) if kind in list(Kind) else 'at a different average'}"
 
 
 def any_vote(votes: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:

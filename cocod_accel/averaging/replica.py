@@ -22,7 +22,7 @@ from cocod_accel.averaging.rules import Rule
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.handles import Handle, wait_for_device
 
-#: What is said of optimizer states that cannot be averaged.
+#: Error message for optimizer states that cannot be averaged.
 UNLIKE_STATES = (
     "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
     'use optimizer_state="keep"'

@@ -179,7 +179,7 @@ class Point:
                 )
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """None: the state of a run with other workers, so the next mean is the point, at rest."""
+        """None: the state of a run with other workers, so the next mean becomes the point, with zero velocity."""
         self.is_set = state is not None
         velocities = [] if self._velocity is None else self._velocity.cores
         for core, value in zip(self._z.cores, [] if state is None else state["z"], strict=state is not None):

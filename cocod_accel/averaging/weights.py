@@ -1,4 +1,4 @@
-"""Weights, and the merge rules: pure functions on tensors."""
+"""Weights, and the mean of what they weight: pure functions on tensors."""
 
 from __future__ import annotations
 

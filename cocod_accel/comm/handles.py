@@ -131,7 +131,7 @@ class SoloComm:
         return 0
 
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
-        raise AssertionError("a worker alone has nobody to exchange with")
+        raise AssertionError("cannot exchange with a single worker")
 
     def let_go(self, seconds: float) -> None:
         """Nothing is ever under way."""

@@ -40,7 +40,7 @@ def as_cluster(found: Findings, name: str) -> Cluster:
     num_workers = len(found.devices)
     network, what = Network(), found.what
     if not found.transfers:
-        what += "; one worker, so the network was not measured, and what stands here of it is made up"
+        what += "; one worker, so the network was not measured; its figures here are placeholders"
     else:
         latency, bandwidth = fit_ring(found.transfers, num_workers)
         network = Network(latency_us=latency, bandwidth_gbit=bandwidth, allreduce=_rising(found.transfers))

@@ -172,7 +172,7 @@ def worker_counts(own: int) -> list[int]:
 
 
 def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple[str, str]:
-    """The one that is soonest at S-SGD's accuracy, and why; S-SGD where others hardly gain; then CoCoD-SGD."""
+    """The one that is fastest to S-SGD's accuracy, and why; S-SGD where others hardly gain; then CoCoD-SGD."""
     known = {name: speedup for name, speedup in speedups.items() if speedup is not None}
     if not known:
         raise ConfigError("no algorithm can be simulated with this configuration; run cocod simulate to see why")
@@ -181,7 +181,7 @@ def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple
     fastest = max(known, key=lambda name: known[name])
     ssgd = known.get("ssgd", 0.0)
     if fastest == "ssgd":
-        return "ssgd", f"soonest at its accuracy: {ssgd:.2f}x one worker (expected); others need more steps than they save"
+        return "ssgd", f"fastest to its accuracy: {ssgd:.2f}x one worker (expected); others need more steps than they save"
     if ssgd >= (1 - _WORTH_IT) * known[fastest]:
         return "ssgd", (
             f"S-SGD is as good ({ssgd:.2f}x one worker, {fastest} {known[fastest]:.2f}x; expected), and its gradients are "
@@ -189,7 +189,7 @@ def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple
         )
     chosen = "cocod" if known.get("cocod", 0.0) >= (1 - _AS_GOOD) * known[fastest] else fastest
     gain = f", {known[chosen] / ssgd:.2f} times S-SGD" if ssgd else ""
-    return chosen, f"soonest at S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected)"
+    return chosen, f"fastest to S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected)"
 
 
 class _Planner:
@@ -270,16 +270,16 @@ class _Planner:
         return f"makes steps {lost_share(times, shortest):.0%} longer"
 
     def warnings(self, cluster: Cluster, period: int) -> list[str]:
-        """Of rounds that are longer than anybody has tried, or than theory likes."""
+        """About rounds that are longer than tested, or than the bound allows."""
         config = self.config(cluster, "cocod", Choice("fp32", self.fragments, None))
         num_steps, num_workers = _num_steps(config), cluster.num_workers
         bound = paper_period_bound(num_steps, num_workers)
         warnings = []
         if period > max(1.0, bound):
             warnings.append(
-                f"period {period} is above theory's {bound:.2g} for {num_steps} steps of {num_workers} workers, which is "
-                f"its O(T^(1/4) / N^(3/4)) scaled through the paper's {PAPER_PERIOD}: accuracy may suffer; compare it with "
-                "a shorter period"
+                f"period {period} is above theory's {bound:.2g} for {num_steps} steps of {num_workers} workers "
+                f"(the O(T^(1/4) / N^(3/4)) bound, scaled to the paper's {PAPER_PERIOD}); accuracy may suffer; compare it "
+                "with a shorter period"
             )
         if period > _SKEWED_PERIOD:
             skew = config.task.label_skew

@@ -47,7 +47,7 @@ def _cluster_tables(cluster: Cluster) -> list[str]:
         f"while a transfer is under way, computing loses {cluster.interference:.1%}",
     ]
     if not cluster.coding_ns:
-        notes.append("what coding takes is not in the file (coding_ns): short codes are taken to cost nothing")
+        notes.append("coding times (coding_ns) are not in the file; assumed to be zero")
     blocks = [f"cluster {cluster.name}{about}\n{aligned(rows)}", "\n".join(notes)]
     network = cluster.network
     if network.allreduce is not None:

@@ -160,7 +160,7 @@ class Cluster:
         return seconds * _modelled_seconds(network, num_bytes, workers) / _modelled_seconds(network, num_bytes, measured)
 
     def coding_seconds(self, payload: str, num_elements: int) -> float:
-        """What coding so many elements for one average takes every worker's main thread."""
+        """Seconds each worker's main thread needs to code an average of this many elements."""
         return self.coding_ns.get(payload, 0.0) * num_elements * 1e-9 if self.num_workers > 1 else 0.0
 
     def resized(self, num_workers: int) -> Cluster:
@@ -284,7 +284,12 @@ def validate(cluster: Cluster) -> None:
     require(0 <= overlap <= 1, "gradient_overlap", overlap, "must be in [0, 1]: a share of the all-reduce")
     _validate_table(network)
     nobody = network.allreduce is not None and network.allreduce_workers is None and cluster.num_workers == 1
-    require(not nobody, "network.allreduce_workers", None, "must say how many workers the table is of: here is only one")
+    require(
+        not nobody,
+        "network.allreduce_workers",
+        None,
+        "must give the number of workers in the table; this cluster has only one",
+    )
 
 
 def _inner_wires(network: Network, key: str) -> list[tuple[str, Wire]]:
@@ -299,7 +304,7 @@ def _at_least_zero(*rows: tuple[str, float]) -> None:
 def _validate_table(network: Network) -> None:
     rows, measured = network.allreduce, network.allreduce_workers
     if rows is None:
-        require(measured is None, "network.allreduce_workers", measured, "is of network.allreduce, which is not given")
+        require(measured is None, "network.allreduce_workers", measured, "requires network.allreduce")
         return
     require(measured is None or measured >= 2, "network.allreduce_workers", measured, "must be at least 2")
     require(len(rows) >= 2, "network.allreduce", rows, "must have at least two [bytes, seconds] rows")
@@ -311,4 +316,4 @@ def _validate_table(network: Network) -> None:
         require(row[0] > previous, key, row, "must have more bytes than the row before")
         previous = row[0]
     last = f"network.allreduce[{len(rows) - 1}]"
-    require(rows[-1][1] >= rows[-2][1], last, rows[-1], "must not be faster than the row before, whose line it continues")
+    require(rows[-1][1] >= rows[-2][1], last, rows[-1], "must not be faster than the previous row")

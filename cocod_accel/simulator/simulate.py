@@ -132,7 +132,7 @@ def expected_times(cluster: Cluster, config: Config) -> StepTimes:
 
 
 def title(cluster: Cluster) -> str:
-    """A cluster's name, and a digest of all that makes its times, whatever its number of workers."""
+    """A cluster's name, and a digest of everything that determines its times, whatever its number of workers."""
     tree = asdict(cluster)
     del tree["name"], tree["description"]
     if not tree["coding_ns"]:  # as in files of before there were such costs

@@ -19,7 +19,7 @@ def readable(state: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"state version {version!r} is not {VERSION} or 3; save it with this release")
     missing = [key for key in (_KEYS if version == VERSION else _KEYS_3) if key not in state]
     if missing:
-        raise ValueError(f"the state lacks {missing}; pass what state_dict() returned")
+        raise ValueError(f"the state is missing {missing}; pass what state_dict() returned")
     return state if version == VERSION else _from_3(state)
 
 
