@@ -140,6 +140,14 @@ def uniform(key: tuple[int, ...], size: int) -> Tensor:
     )
 
 
+@given(st.floats(1e-6, 1e6), st.integers(1, 3000), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_terngrad_sends_equal_numbers_as_they_are(value: float, size: int, dtype: torch.dtype, beside_none: bool) -> None:
+    """Their deviation is nothing but what rounding leaves of it, and clipping there would leave nothing of them."""
+    values = torch.full((size,), value, dtype=dtype)
+    sizes = [0, size, 0] if beside_none else [size]
+    assert torch.allclose(decoded("terngrad", values, sizes, (1,)), values, rtol=1e-6)
+
+
 @given(st.integers(2, 8), st.integers(1, 1500), st.integers(0, 999))
 def test_qsgd_is_as_published(bits: int, size: int, seed: int) -> None:
     """Buckets of at most 512 as even as can be, their 2-norm, 2^(bits - 1) - 1 levels."""

@@ -119,7 +119,8 @@ class Algorithm:
     ) -> Replica:
         """One worker's model, averaged in the way that this algorithm asks for."""
         rule = Rule(self.outer, self.own_share)
-        replica = Replica(parameters, buffers, route, rule=rule, codec=self.payload, num_parts=self.fragments)
+        codec = "fp32" if self.reduces_gradients else self.payload
+        replica = Replica(parameters, buffers, route, rule=rule, codec=codec, num_parts=self.fragments)
         if self.optimizer_state == "average":
             replica.optimizer_tensors = lambda those: state_tensors(optimizers, those)
         return replica

@@ -364,9 +364,13 @@ class TernGrad(Codec):
         self._random.begin(values.device, key)
         self._scales = []
         for tensor in values.split(self._sizes):
+            if tensor.numel() == 0:
+                self._scales.append(tensor.new_zeros(()))
+                continue
             largest, deviation = tensor.abs().amax(), tensor.std(correction=0) * self.clip
-            # A tensor of one number, or of equal ones, has nothing to be clipped at.
-            self._scales.append(torch.where(deviation > 0, torch.minimum(largest, deviation), largest))
+            # A tensor of equal numbers is not clipped; what its deviation comes out as is what rounding leaves of it.
+            noise = largest * (16 * torch.finfo(tensor.dtype).eps)
+            self._scales.append(torch.where(deviation > noise, torch.minimum(largest, deviation), largest))
 
     def encode_(self, blocks: Tensor, codes: Tensor, scales: Tensor, dropped: Tensor | None, work: Work) -> None:
         numbers = work.first.zero_()

@@ -99,7 +99,6 @@ class Part:
         self.parameters = list(parameters)
         self.route = route
         self.rule = Rule() if rule is None else rule
-        self.codec = codec
         self.kind = kind
         #: Averages that were started.
         self.number = 0

@@ -195,10 +195,9 @@ class Replica:
 
     # ---- how long a transfer takes
 
-    def time_transfer(self, *, with_buffers: bool = False, codec: str | None = None) -> float:
-        """Seconds that zeros of the size of a round's payload take to be summed, from here on; None: with its own codec."""
+    def time_transfer(self, codec: str, *, with_buffers: bool = False) -> float:
+        """Seconds that zeros of the size of a round's payload take to be summed, from here on."""
         comm = self.route.comm
-        codec = self.parts[0].codec if codec is None else codec
         if self.route.is_alone or not self.parameters:
             return 0.0
         extras = self._floating_buffers() if with_buffers else []
@@ -216,9 +215,8 @@ class Replica:
         wait_for_device()
         return time.perf_counter() - begin
 
-    def time_coding(self, codec: str | None = None) -> float:
-        """Seconds that the main thread takes to code a round's payload; sends nothing. None: with its own codec."""
-        codec = self.parts[0].codec if codec is None else codec
+    def time_coding(self, codec: str) -> float:
+        """Seconds that the main thread takes to code a round's payload; sends nothing."""
         if codec == "fp32" or self.route.is_alone or not self.parameters:
             return 0.0
         total = 0.0

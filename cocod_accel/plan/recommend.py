@@ -29,6 +29,8 @@ from cocod_accel.trainer.work import Work
 _WORTH_IT, _AS_GOOD = 0.05, 0.02
 #: Steps of a simulation at least, and rounds.
 _STEPS, _ROUNDS = 300, 4
+#: Periods tried where only longer ones hide an average.
+_SHORTER = (2, 3, 4, 5, 6, 8, 11, 16)
 #: Settings of an algorithm that a plan decides on; the others are the user's.
 _PLANNED = ("name", "period", "payload", "delay")
 #: The longest period of docs/reproduction.md that lost no accuracy on label-skewed shards; the next one, 24, did.
@@ -118,7 +120,9 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     choice = planner.choice(cluster)
     candidates = planner.candidates(cluster, choice)
     expected = [planner.expected(cluster.resized(n)) for n in counts or worker_counts(num_workers)]
-    offered = {c.algorithm: c for c in candidates if c.algorithm != "cocod" or _is(c, choice)}
+    offered = {c.algorithm: c for c in candidates if c.algorithm != "cocod"}
+    ours = soonest([c for c in candidates if c.algorithm == "cocod"], choice)
+    offered |= {} if ours is None else {"cocod": ours}
     algorithm, why = best_algorithm({name: candidate.speedup for name, candidate in offered.items()}, num_workers)
     kind, taken = algorithm_class(algorithm), offered[algorithm]
     config = planner.config(cluster, algorithm, Choice(taken.payload, taken.period, taken.delay))
@@ -144,7 +148,8 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     )
     advice.reasons.append(("algorithm", algorithm, why))
     if algorithm == "cocod":
-        advice.reasons.append(("payload", choice.payload, planner.why_payload(cluster, choice)))
+        why_code = planner.why_payload(cluster, choice) if taken.payload == choice.payload else "the soonest of those below"
+        advice.reasons.append(("payload", taken.payload, why_code))
     if not kind.reduces_gradients:
         advice.reasons.append(("period", str(taken.period), _why_period(advice.times, taken, planner.fragments)))
     if taken.delay is not None:
@@ -157,8 +162,13 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     return advice
 
 
-def _is(candidate: Candidate, choice: Choice) -> bool:
-    return (candidate.payload, candidate.period, candidate.delay) == (choice.payload, choice.period, choice.delay)
+def soonest(candidates: Sequence[Candidate], preferred: Choice) -> Candidate | None:
+    """The fastest to S-SGD's accuracy; of equals, what hides its average."""
+    if not candidates:
+        return None
+    fastest = max(candidates, key=lambda candidate: candidate.speedup)
+    hiding = [c for c in candidates if Choice(c.payload, c.period, c.delay) == preferred]
+    return next((c for c in hiding if c.speedup >= (1 - _AS_GOOD) * fastest.speedup), fastest)
 
 
 def worker_counts(own: int) -> list[int]:
@@ -300,7 +310,15 @@ class _Planner:
         ways += [("cocod", Choice("fp32", paper, None)), *(("cocod", self.choice(cluster, code)) for code in CODES)]
         ways.append(("cocod", choice))
         found = [self.candidate(cluster, *way) for way in dict.fromkeys(ways)]
-        return [candidate for candidate in found if candidate is not None]
+        shorter = self._soonest_shorter(cluster, choice)
+        return [c for c in dict.fromkeys([*found, shorter]) if c is not None]
+
+    def _soonest_shorter(self, cluster: Cluster, choice: Choice) -> Candidate | None:
+        """Where only long rounds hide an average: the best of shorter ones, which wait for a part of it."""
+        periods = [k for k in _SHORTER if self.fragments <= k < choice.period]
+        ways = [Choice(choice.payload, k, delay) for k in periods for delay in (None, 1)]
+        found = [self.candidate(cluster, "cocod", way) for way in ways]
+        return soonest([c for c in found if c is not None], choice)
 
     def candidate(self, cluster: Cluster, algorithm: str, choice: Choice) -> Candidate | None:
         if algorithm_class(algorithm).reduces_gradients:
@@ -345,6 +363,11 @@ class _Planner:
         paper = Choice(choice.payload, max(PAPER_PERIOD, self.fragments), None)
         for name in ALGORITHMS:
             found = self.candidate(cluster, name, choice if name == "cocod" else paper)
+            if name == "cocod":
+                ours = [c for c in (found, self._soonest_shorter(cluster, choice)) if c is not None]
+                found = soonest(ours, choice)
+                if found is not None:
+                    choice = Choice(found.payload, found.period, found.delay)
             speedups[name] = None if found is None else found.speedup
         merged = "" if choice.delay is None else f" d={choice.delay}"
         return Expected(cluster.num_workers, f"k={choice.period}{merged} {choice.payload}", speedups, linear)
@@ -403,7 +426,9 @@ def _why_period(times: StepTimes, taken: Candidate, least: int) -> str:
         facts += f" and its coding {1e3 * times.coding_seconds:.1f} ms"
     under = f" while computing goes on at {1 - times.interference:.0%}" if times.interference else ""
     hides = f"the smallest that hides it, with {MARGIN:.0%} to spare"
-    if taken.period > max(least, hiding_delay(times)):
+    if (taken.delay or taken.period) < hiding_delay(times):
+        hides = f"{hiding_delay(times)} would hide it, but cost more steps than it saves time"
+    elif taken.period > max(least, hiding_delay(times)):
         hides = f"{hiding_delay(times)} hides it, and with it coding takes at most {LOSS:.0%} of a step"
     lost = lost_share(times, taken.period)
     return f"{facts}{under}: {hides}" + (f"; steps are {lost:.0%} longer" if lost >= 0.005 else "")

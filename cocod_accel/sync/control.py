@@ -97,11 +97,12 @@ class Control:
         """
         self._sync._settle("time_transfer()")
         self._driver.state()
-        return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers, codec=payload)
+        codec = self._driver.method.payload if payload is None else payload
+        return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers, codec=codec)
 
     def time_coding(self, payload: str | None = None) -> float:
         """Seconds that this worker's main thread takes to code a round's payload; sends nothing. None: its own code."""
-        return self._driver.replica.time_coding(payload)
+        return self._driver.replica.time_coding(self._driver.method.payload if payload is None else payload)
 
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``."""
