@@ -64,7 +64,7 @@ def build_algorithm(options: AlgorithmConfig, period: PeriodLike, seed: int = 0)
     try:
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"algorithm.args={options.args}: {options.name} does not accept {error}") from error
+        raise ConfigError(f"algorithm.args={options.args}: {options.name} does not accept them: {error}") from error
     try:
         return kind(**arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:

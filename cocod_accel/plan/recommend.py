@@ -121,7 +121,7 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     candidates = planner.candidates(cluster, choice)
     expected = [planner.expected(cluster.resized(n)) for n in counts or worker_counts(num_workers)]
     offered = {c.algorithm: c for c in candidates if c.algorithm != "cocod"}
-    ours = soonest([c for c in candidates if c.algorithm == "cocod"], choice)
+    ours = soonest([c for c in candidates if c.algorithm == "cocod"], choice, planner.fragments)
     offered |= {} if ours is None else {"cocod": ours}
     algorithm, why = best_algorithm({name: candidate.speedup for name, candidate in offered.items()}, num_workers)
     kind, taken = algorithm_class(algorithm), offered[algorithm]
@@ -162,13 +162,16 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     return advice
 
 
-def soonest(candidates: Sequence[Candidate], preferred: Choice) -> Candidate | None:
-    """The fastest to S-SGD's accuracy; of equals, what hides its average."""
+def soonest(candidates: Sequence[Candidate], hiding: Choice, least: int) -> Candidate | None:
+    """What hides its average, if it does so in rounds of ``least`` steps; else the fastest to S-SGD's accuracy."""
     if not candidates:
         return None
     fastest = max(candidates, key=lambda candidate: candidate.speedup)
-    hiding = [c for c in candidates if Choice(c.payload, c.period, c.delay) == preferred]
-    return next((c for c in hiding if c.speedup >= (1 - _AS_GOOD) * fastest.speedup), fastest)
+    for candidate in candidates:
+        if Choice(candidate.payload, candidate.period, candidate.delay) == hiding:
+            if hiding.period <= least or candidate.speedup >= (1 - _AS_GOOD) * fastest.speedup:
+                return candidate
+    return fastest
 
 
 def worker_counts(own: int) -> list[int]:
@@ -318,7 +321,7 @@ class _Planner:
         periods = [k for k in _SHORTER if self.fragments <= k < choice.period]
         ways = [Choice(choice.payload, k, delay) for k in periods for delay in (None, 1)]
         found = [self.candidate(cluster, "cocod", way) for way in ways]
-        return soonest([c for c in found if c is not None], choice)
+        return soonest([c for c in found if c is not None], choice, self.fragments)
 
     def candidate(self, cluster: Cluster, algorithm: str, choice: Choice) -> Candidate | None:
         if algorithm_class(algorithm).reduces_gradients:
@@ -365,7 +368,7 @@ class _Planner:
             found = self.candidate(cluster, name, choice if name == "cocod" else paper)
             if name == "cocod":
                 ours = [c for c in (found, self._soonest_shorter(cluster, choice)) if c is not None]
-                found = soonest(ours, choice)
+                found = soonest(ours, choice, self.fragments)
                 if found is not None:
                     choice = Choice(found.payload, found.period, found.delay)
             speedups[name] = None if found is None else found.speedup
