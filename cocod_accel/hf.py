@@ -135,7 +135,7 @@ class CoCoDCallback(TrainerCallback):
     def _go_on(self, sync: Sync, folder: Path) -> None:
         """From every worker's own state; what is wrong with one worker's is raised on all."""
         checkpoints = self._checkpoints(sync, folder)
-        group, now = sync.subject.group, sync.num_workers
+        group, device, now = sync.subject.group, sync.subject.device, sync.num_workers
 
         def look() -> tuple[int, int] | None:
             path = folder / worker_file(sync.rank)
@@ -144,7 +144,7 @@ class CoCoDCallback(TrainerCallback):
             tree = packing.read(path)
             return tree["num_workers"], tree["sync"]["attempts"]
 
-        found, error = try_together(look, group)
+        found, error = try_together(look, group, device)
         if error is not None:
             raise CheckpointError(f"{folder}: {error}")
         if found[0] is None:
@@ -156,7 +156,7 @@ class CoCoDCallback(TrainerCallback):
             return
         if len(set(found)) > 1:
             raise CheckpointError(f"{folder}: holds workers' states of different steps; resume from another checkpoint")
-        _, error = try_together(lambda: checkpoints.read_worker(folder), group)
+        _, error = try_together(lambda: checkpoints.read_worker(folder), group, device)
         if error is not None:
             raise CheckpointError(f"{folder}: {error}")
 

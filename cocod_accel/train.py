@@ -16,7 +16,6 @@ from accelerate.accelerator import Accelerator
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.comm.groups import default_group
-from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config, load_training_config, save_config
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
@@ -47,7 +46,6 @@ def run(arguments: list[str]) -> int:
     if config.link is not None and not runtime.is_one_machine():
         raise ConfigError(f"emulate.link={config.link}: requires workers on one machine, because machines share no clock")
     with runtime.start(config, arguments) as accelerator, _watching(config, accelerator) as watch:
-        _check_device(config, accelerator.device.type)
         place = _find_place(config, accelerator.is_main_process)
         if place.is_finished:
             return 0
@@ -107,21 +105,6 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
 
 def _of_the_lost(rank: int, what: str) -> str:
     return f"error: {'' if rank < 0 else f'worker {rank} '}{what}"
-
-
-def _check_device(config: Config, device: str) -> None:
-    """Refuse what cannot be measured on a device, where waiting for others looks like computing."""
-    if device == "cpu" or not algorithm_class(config.algorithm.name).reduces_gradients:
-        return
-    for key, value in (
-        ("cluster.replan_epochs", config.cluster.replan_epochs),
-        ("emulate.slowdown", config.emulate.slowdown),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"{key}={value}: with {config.algorithm.name} on {device}, waiting cannot be told from computing; "
-                "use cocod or local, or cluster.device=cpu"
-            )
 
 
 def _find_place(config: Config, is_main: bool) -> Place:

@@ -268,7 +268,7 @@ def test_sums_belong_together_by_their_order_however_far_one_worker_is_ahead(
     for rank in range(size):
         for n in range(len(shapes)):
             handles[rank][n].wait()
-            assert handles[rank][n].end_seconds >= handles[rank][n].start_seconds
+            assert handles[rank][n].end.seconds >= handles[rank][n].start.seconds
             expected = torch.zeros((), dtype=dtype)
             for other in range(size):
                 expected = expected + torch.tensor(10.0**n * (other + 1), dtype=dtype)

@@ -187,16 +187,16 @@ def test_what_fails_on_one_worker_while_measuring_is_heard_by_all(when: int) -> 
 
 def test_a_stretched_step_takes_so_many_times_its_computation() -> None:
     pace = Pace(is_on=True, slowdown=3.0, is_busy=True)
-    pace.begin(blocked=1.0)
+    pace.begin(lambda: 1.0)
     begin = time.perf_counter()
     while time.perf_counter() < begin + 0.02:
         pass
-    stretched = pace.end(blocked=1.015)  # 15 of the 20 ms were blocked, and are not stretched
+    stretched = pace.end(lambda: 1.015)  # 15 of the 20 ms were blocked, and are not stretched
     assert stretched is not None
     computed = stretched[0] - begin - 0.015
     assert stretched[1] - stretched[0] >= 2 * computed * 0.999
     assert pace.seconds[0] >= 3 * computed * 0.999
-    assert Pace(is_on=False, slowdown=3.0).end(0.0) is None
+    assert Pace(is_on=False, slowdown=3.0).end() is None
 
 
 # ------------------------------------------------------------------------------------------ emulated link
@@ -213,8 +213,8 @@ def sums_on_a_slow_link(rank: int) -> Any:
     returned = time.perf_counter()
     for handle in handles:
         handle.wait()
-    took = returned - handles[0].start_seconds
-    ends, num_bytes = [handle.end_seconds for handle in handles], [handle.num_bytes for handle in handles]
+    took = returned - handles[0].start.seconds
+    ends, num_bytes = [handle.end.seconds for handle in handles], [handle.num_bytes for handle in handles]
     return first[0].item(), second[0].item(), early, took, ends, num_bytes
 
 

@@ -637,7 +637,7 @@ def auto_worker(rank: int, arguments: list[str], stop_at: int | None = None) -> 
     def known_seconds(epoch: int) -> float:
         return (0.1 if epoch == 0 else 0.065) * (1 if rank == 1 else 0.5)  # worker 0 is faster, and decides nothing
 
-    def end(self: Pace, blocked: float) -> None:
+    def end(self: Pace, blocked: Callable[[], float]) -> None:
         self.seconds.append(known_seconds(trainers[0].at.epoch))
 
     run = Trainer.run
@@ -656,7 +656,7 @@ def auto_worker(rank: int, arguments: list[str], stop_at: int | None = None) -> 
     def found(*_: Any, **__: Any) -> Measured:
         return Measured((2.0, 1.0), (0.05, 0.1), (10, 10), (0.0, 0.0))
 
-    Pace.end = end  # type: ignore[method-assign]
+    Pace.end = end  # type: ignore[method-assign, assignment]
     Trainer.run = noted_run  # type: ignore[method-assign]
     Trainer._set_learning_rate = stopping_rate  # type: ignore[method-assign]
     vars(adapt_module)["measure_speeds"] = found

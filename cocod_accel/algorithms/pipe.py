@@ -93,6 +93,7 @@ class PipeSGD(GradientAlgorithm):
 
     def drain(self) -> None:
         self._take_in()
+        super().drain()
         self._previous = self._spare = None
         self._is_delivered = self._is_kept = False
 

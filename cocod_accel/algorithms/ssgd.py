@@ -46,6 +46,11 @@ class GradientAlgorithm(Algorithm):
             bound._coder = GradientCoder(self.payload, replica.parameters, replica.route, self.seed)
         return bound
 
+    def drain(self) -> None:
+        super().drain()
+        if self._coder is not None:
+            self._coder.settle()
+
     def start(self, equal: bool) -> None:
         # Mean gradients keep equal models equal; they never make different ones equal.
         if not equal:

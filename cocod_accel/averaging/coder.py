@@ -28,12 +28,16 @@ import torch
 from torch import Tensor
 
 from cocod_accel.averaging.codecs import Codec, Plain, TernGrad, Work, make_codec
-from cocod_accel.averaging.header import ROW_BYTES, Header, Kind, any_vote
-from cocod_accel.comm.handles import Communicator, Exchange, Handle, wait_for_device
+from cocod_accel.averaging.header import ROW_BYTES, Header, Kind
+from cocod_accel.averaging.weights import mean_
+from cocod_accel.comm.device import wait_for_device
+from cocod_accel.comm.handles import Communicator, Exchange, Handle
 
 # Coded in pieces of about this many elements on CPU, so that the passes over a piece find it in the cache. Smaller ones cost
 # more in calls than they gain.
 _CPU_TILE = 1 << 18
+# On devices a piece bounds what working on it takes: 1 GiB of float32, and less than many of their kernels can count.
+_DEVICE_TILE = 1 << 28
 _NUM_TIMED = 3
 
 
@@ -211,7 +215,7 @@ class Coder:
         self._made = self._outgoing if second is self._codec else Wire(second, layout, comm.size, like)
         #: All shards of the node.
         self._results = self._made if comm.num_shards == 1 else Wire(second, layout, layout.num_rows, like)
-        limit = _CPU_TILE if like.device.type == "cpu" else layout.chunk
+        limit = _CPU_TILE if like.device.type == "cpu" else min(_DEVICE_TILE, layout.chunk)
         tiles = list(layout.tiles(limit))
         all_rows = layout.num_workers * layout.chunk
         self._sums_all = layout.max_block is not None and all_rows <= limit
@@ -269,16 +273,17 @@ class Coder:
             else:
                 for factor, (codes, scales, work) in zip(factors, job.incoming, strict=True):
                     self._codec.add_(codes, scales, job.blocks, factor, work)
-            job.blocks.div_(total)
+            mean_(job.blocks, total)
             if job.kept is not None:
                 job.blocks.add_(job.kept)
             self._second.encode_(job.blocks, job.codes, job.scales, job.kept, job.work)
 
-    def read_headers(self, header: Header) -> tuple[bool, bool]:
-        """The votes; raises unless all that has arrived belongs to this average."""
+    @property
+    def headers(self) -> list[Tensor]:
+        """Of what has arrived in both stages, a row for each worker."""
         own = self.layout.rows_of(self._shard)
         results = self._made.headers if self._results is self._made else self._results.headers[own.start : own.stop]
-        return any_vote([header.read_rows(self._incoming.headers), header.read_rows(results)])
+        return [self._incoming.headers, results]
 
     def decode(self, centre: Tensor | None, mean: Tensor) -> None:
         """mean <- c + r; what was exchanged has been waited for."""
@@ -337,12 +342,12 @@ def time_coding(name: str, values: Tensor, comm: Communicator) -> float:
     header = Header(Kind.ROUND, 0, (1.0,) * comm.size, comm.rank)
     seconds = []
     for _ in range(_NUM_TIMED):
-        wait_for_device()
+        wait_for_device(values.device)
         begin = time.perf_counter()
         coder.encode(values, mean, header)
         coder.combine(header.factors, float(comm.size))
         coder.decode(mean, mean)
-        wait_for_device()
+        wait_for_device(values.device)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)  # the first one also warms caches up
 

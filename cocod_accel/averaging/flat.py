@@ -6,7 +6,6 @@ A model's tensors of any shape, dtype and memory format become one contiguous bu
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +14,11 @@ import torch
 from torch import Tensor
 
 # Tensors are processed in pieces of about this size on CPU, so that consecutive passes over a piece (copy and
-# scale; subtract, norm and add) find it in the cache. One large parameter stays one piece.
+# scale; subtract, norm and add) find it in the cache. One large parameter stays one piece. On devices pieces bound what is
+# needed beside them, and the elements that one kernel must count.
 _CPU_SEGMENT_BYTES = 1 << 20
+_DEVICE_SEGMENT_BYTES = 1 << 30
+_MOST_ELEMENTS = 1 << 30
 
 
 def payload_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,6 +29,11 @@ def payload_dtype(dtype: torch.dtype) -> torch.dtype:
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as the pairs of reals it consists of; others as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def square_sums(flat: Tensor) -> list[Tensor]:
+    """||flat||^2 in pieces: BLAS counts elements in 32 bits."""
+    return [piece.dot(piece) for piece in flat.split(_MOST_ELEMENTS)]
 
 
 def view_like(piece: Tensor, tensor: Tensor) -> Tensor:
@@ -143,7 +150,7 @@ class FlatCopy:
 
 
 def _cut(buffer: Tensor, members: list[Tensor], is_extra: bool) -> Iterator[Segment]:
-    limit = _CPU_SEGMENT_BYTES if buffer.device.type == "cpu" else math.inf
+    limit = _CPU_SEGMENT_BYTES if buffer.device.type == "cpu" else _DEVICE_SEGMENT_BYTES
     start = offset = 0
     views: list[Tensor] = []
     sources: list[Tensor] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cocod_accel.averaging.coder import Coder, launch_coded
 from cocod_accel.averaging.flat import FlatCopy, as_real
-from cocod_accel.averaging.header import Header, Kind
+from cocod_accel.averaging.header import Arrivals, Header, Kind
 from cocod_accel.averaging.route import Route
 from cocod_accel.comm.handles import Handle, ring_total
 
@@ -32,6 +32,7 @@ class GradientCoder:
 
     def __init__(self, payload: str, parameters: Sequence[Tensor], route: Route, seed: int) -> None:
         self._route, self._header, self._number = route, None, 0
+        self._arrivals = Arrivals()
         like = FlatCopy(parameters)
         self._coders = [
             Coder(payload, core, route.comm, sizes=sizes, seed=(seed, index))
@@ -57,11 +58,16 @@ class GradientCoder:
     def decode(self, flat: FlatCopy) -> None:
         """``flat`` <- the mean that has been waited for."""
         assert self._header is not None
+        self._arrivals.check(self._header.read_rows, [rows for coder in self._coders for rows in coder.headers])
         for coder, core in zip(self._coders, flat.cores, strict=True):
-            coder.read_headers(self._header)
             coder.decode(None, core)
 
+    def settle(self) -> None:
+        """The run stops here for a while: all that has arrived has been checked."""
+        self._arrivals.settle()
+
     def state(self) -> dict[str, Any]:
+        self.settle()
         return {
             "number": self._number,
             "residuals": [coder.residual.clone() for coder in self._coders],

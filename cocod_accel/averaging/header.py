@@ -8,12 +8,15 @@ beginning; both are checked on arrival. Votes (to stop, to save) travel in the s
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from cocod_accel.comm.device import Fetch, runs_ahead
 
 #: Elements that a summed buffer has room for at its end.
 SUM_SIZE = 7
@@ -22,6 +25,8 @@ ROW_BYTES = 8
 
 # Small enough that a sum of squares over 4,000 workers is exact in float32.
 _NUMBERS = 64
+# A device that is further behind than so many averages is waited for.
+_MOST_UNREAD = 8
 
 
 class Kind(IntEnum):
@@ -54,7 +59,11 @@ class Header:
     def write(self, slot: Tensor) -> None:
         kind, number = float(self.kind), float(self.number % _NUMBERS)
         fields = [kind, kind * kind, number, number * number, self.factors[self.rank], *self.votes]
-        slot.copy_(torch.tensor(fields, dtype=slot.dtype))
+        if not runs_ahead(slot.device):
+            slot.copy_(torch.tensor(fields, dtype=slot.dtype))
+            return
+        for place, field in zip(slot, fields, strict=True):  # copying from the host would wait for the device
+            place.fill_(field)
 
     def read(self, slot: Tensor) -> tuple[bool, bool]:
         """The votes, after all workers' headers have been summed; raises unless all are alike."""
@@ -114,5 +123,30 @@ def _described(kind: int, number: int, who: str = "the other worker") -> str:
     return f"{who} {verb}{places.get(Kind(kind)) if kind in list(Kind) else 'at a different average'}"
 
 
-def any_vote(votes: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:
-    return any(stop for stop, _ in votes), any(save for _, save in votes)
+class Arrivals:
+    """Headers that have arrived. Reading them waits for a device, so there they are read when they have come to the host."""
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[Callable[[Tensor], tuple[bool, bool]], list[Fetch]]] = deque()
+
+    def check(
+        self, read: Callable[[Tensor], tuple[bool, bool]], slots: Sequence[Tensor], *, at_once: bool = False
+    ) -> tuple[bool, bool]:
+        """The votes of the headers in ``slots``, or (False, False) if they are read later; ``at_once``: they are not."""
+        while self._unread and (len(self._unread) >= _MOST_UNREAD or all(slot.has_come for slot in self._unread[0][1])):
+            self._read_first()
+        if not at_once and any(runs_ahead(slot.device) for slot in slots):
+            self._unread.append((read, [Fetch(slot) for slot in slots]))
+            return False, False
+        votes = [read(slot) for slot in slots]
+        return any(stop for stop, _ in votes), any(save for _, save in votes)
+
+    def settle(self) -> None:
+        """Read all that has been put off."""
+        while self._unread:
+            self._read_first()
+
+    def _read_first(self) -> None:
+        read, slots = self._unread.popleft()
+        for slot in slots:
+            read(slot.value())

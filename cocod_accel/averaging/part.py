@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cocod_accel.averaging.coder import Coder, launch_coded
-from cocod_accel.averaging.flat import FlatCopy, Segment
-from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
+from cocod_accel.averaging.flat import FlatCopy, Segment, square_sums
+from cocod_accel.averaging.header import SUM_SIZE, Arrivals, Header, Kind
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Point, Rule, keep_share_, mix_
 from cocod_accel.averaging.weights import mean_, negated_delta_
@@ -108,7 +108,7 @@ class Part:
         self.drift = Drift()
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
-        self._unread: tuple[Header, Tensor] | None = None
+        self._arrivals = Arrivals()
         is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
         #: z, where it is more than the last mean.
         self.point = Point(self.parameters, self.rule.outer) if is_needed else None
@@ -137,7 +137,6 @@ class Part:
         snapshot, total = self._flat_pair(extras)
         if total.header is None:
             return
-        self._read_late()
         self.number += 1
         weights = self.route.weights
         is_coded = bool(self._coders) and self.point is not None and self.point.is_set
@@ -193,8 +192,8 @@ class Part:
         for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
             mean = mean_(segment.flat, self._divisor(flight, segment))
             if not segment.is_extra:
-                drift.norms.append(mean.dot(mean))
-                drift.distances.append(local.flat.sub_(mean).square_().sum())
+                drift.norms += square_sums(mean)
+                drift.distances += square_sums(local.flat.sub_(mean))
                 if self.point is not None:
                     mean.copy_(self.point.follow(index, mean))
                 index += 1
@@ -213,12 +212,11 @@ class Part:
         for index, (segment, local) in enumerate(zip(flight.total.segments, flight.snapshot.segments, strict=True)):
             divisor = self._divisor(flight, segment)
             if self.point is None:
-                flight.drift.norms.append(segment.flat.dot(segment.flat) / divisor**2)
-                negated_delta_(segment.flat, local.flat, divisor)
-                flight.drift.distances.append(segment.flat.dot(segment.flat))
+                flight.drift.norms += [piece / divisor**2 for piece in square_sums(segment.flat)]
+                flight.drift.distances += square_sums(negated_delta_(segment.flat, local.flat, divisor))
                 continue
             mean = mean_(segment.flat, divisor)
-            flight.drift.norms.append(mean.dot(mean))
+            flight.drift.norms += square_sums(mean)
             if self._left_out is None and self.point.outer.is_mean:
                 self.point.follow(index, mean)
                 away = torch.sub(local.flat, mean, out=segment.flat)  # which held the mean
@@ -229,13 +227,14 @@ class Part:
                     torch.sub(local.flat, z, out=segment.flat)
                 else:
                     segment.flat.copy_(local.flat)
-            flight.drift.distances.append(away.dot(away))
+            flight.drift.distances += square_sums(away)
         self._point_is_set()
 
     @torch.no_grad()
     def settle(self) -> None:
         """Take in what is in flight with all of this worker's own steps, because the run stops here for a while."""
         self.merge()
+        self._arrivals.settle()
         if self._has_left_out and self._left_out is not None:
             for segment in self._left_out.segments:
                 torch._foreach_add_(segment.tensors, segment.views)
@@ -266,7 +265,7 @@ class Part:
     def state(self) -> dict[str, Any]:
         """Waits for what is in flight; starts no collective."""
         self.land()
-        self._read_late()
+        self._arrivals.settle()
         flight = self._in_flight
         left_out = self._left_out.clone_buffers() if self._left_out is not None and self._has_left_out else None
         return {
@@ -355,32 +354,21 @@ class Part:
         assert flight.handle is not None
         assert flight.header is not None
         self.route.traffic.wait_for([*flight.beside, flight.handle])
+        self._check_headers(flight, flight.header)
         if flight.is_coded:
             assert self.point is not None
             for coder, centre, mean in zip(self._coders, self.point.cores, flight.total.cores, strict=True):
-                votes = coder.read_headers(flight.header)
                 coder.decode(centre, mean)
-            self._count_votes(votes)
-        else:
-            assert flight.total.header is not None
-            self._read_header(flight.header, flight.total.header)
         if flight.ballot is not None and self.ballot is not None:
             stop, save = (flight.ballot > 0).tolist()
             self.ballot.count(stop, save)
 
-    def _read_header(self, header: Header, slot: Tensor) -> None:
-        # Reading waits for a device. Where nobody votes it can be done a round later.
-        if slot.device.type == "cpu" or self.ballot is not None:
-            self._count_votes(header.read(slot))
-        else:
-            self._unread = header, slot.clone()
-
-    def _read_late(self) -> None:
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            unread[0].read(unread[1])
-
-    def _count_votes(self, votes: tuple[bool, bool]) -> None:
+    def _check_headers(self, flight: _InFlight, header: Header) -> None:
+        assert flight.total.header is not None
+        slots = [rows for coder in self._coders for rows in coder.headers] if flight.is_coded else [flight.total.header]
+        read = header.read_rows if flight.is_coded else header.read
+        # In a round where nobody votes, a device need not be waited for.
+        votes = self._arrivals.check(read, slots, at_once=self.ballot is not None or self.kind is not Kind.ROUND)
         if self.ballot is not None:
             self.ballot.count(*votes)
 

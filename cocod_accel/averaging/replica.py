@@ -20,7 +20,8 @@ from cocod_accel.averaging.part import Ballot, Drift, Part
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Rule
 from cocod_accel.averaging.weights import mean_
-from cocod_accel.comm.handles import Handle, wait_for_device
+from cocod_accel.comm.device import wait_for_device
+from cocod_accel.comm.handles import Handle
 
 #: Error message for optimizer states that cannot be averaged.
 UNLIKE_STATES = (
@@ -209,10 +210,11 @@ class Replica:
             sizes = [coded_bytes(codec, core.numel(), comm.size, comm.num_shards) for core in flat.cores]
             payload = [c.new_zeros(math.ceil(n / c.element_size())) for c, n in zip(flat.cores, sizes, strict=True)]
             payload += [torch.zeros_like(tail) for tail in flat.tails]
-        wait_for_device()
+        device = self.parameters[0].device
+        wait_for_device(device)
         begin = time.perf_counter()
         comm.launch(payload).wait()
-        wait_for_device()
+        wait_for_device(device)
         return time.perf_counter() - begin
 
     def time_coding(self, codec: str) -> float:

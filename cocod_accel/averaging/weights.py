@@ -74,10 +74,14 @@ class Weights:
 
 def mean_(weighted_sum: Tensor, total: float) -> Tensor:
     """weighted_sum <- mean = weighted_sum / total."""
-    return weighted_sum.div_(total)
+    return weighted_sum.div_(_on_its_device(total, weighted_sum))
 
 
 def negated_delta_(weighted_sum: Tensor, snapshot: Tensor, total: float) -> Tensor:
     """weighted_sum <- x_t - mean_t, with mean_t = weighted_sum / total, in one pass."""
-    divisor = torch.full((), total, dtype=weighted_sum.dtype, device=weighted_sum.device)
-    return torch.addcdiv(snapshot, weighted_sum, divisor, value=-1, out=weighted_sum)
+    return torch.addcdiv(snapshot, weighted_sum, _on_its_device(total, weighted_sum), value=-1, out=weighted_sum)
+
+
+def _on_its_device(number: float, like: Tensor) -> Tensor:
+    # CUDA multiplies by the reciprocal of a number that is the host's: biased by 3e-8 where that is not exact, as for 3.
+    return torch.full((), number, dtype=like.dtype, device=like.device)

@@ -142,14 +142,14 @@ class Checkpoints:
             for old in [path for path in self.all() if path != final][self.keep - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
 
-        names, error = try_together(prepare, self._group)
+        names, error = try_together(prepare, self._group, self._subject.device)
         final = self.folder / (names[0] if names else "")
         temporary = self.folder / f".{final.name}.tmp"
         reports: list[dict[str, Any]] = []
         if error is None:
-            reports, error = try_together(write, self._group)
+            reports, error = try_together(write, self._group, self._subject.device)
         if error is None:
-            _, error = try_together(lambda: publish(reports), self._group)
+            _, error = try_together(lambda: publish(reports), self._group, self._subject.device)
         self._position = None
         if error is None:
             return final
@@ -218,7 +218,9 @@ class Checkpoints:
 
         Another number of workers goes on from their weighted mean; so does a position that ``is_same`` says no to.
         """
-        listed, error = try_together(lambda: [str(found) for found in self._candidates(path)], self._group)
+        listed, error = try_together(
+            lambda: [str(found) for found in self._candidates(path)], self._group, self._subject.device
+        )
         if error is not None:
             raise CheckpointError(error)
         candidates = [Path(found) for found in listed[0]]
@@ -226,7 +228,7 @@ class Checkpoints:
             return None
         problems = []
         for candidate in candidates:
-            checked, error = try_together(lambda c=candidate: self._check(c), self._group)  # type: ignore[misc]
+            checked, error = try_together(lambda c=candidate: self._check(c), self._group, self._subject.device)  # type: ignore[misc]
             if error is None:
                 weights, position, has_same_nodes = checked[0]
                 is_exact = has_same_nodes and (is_same is None or is_same(position))
@@ -280,7 +282,7 @@ class Checkpoints:
                 else:
                     self._load_hook([], str(path))
 
-            _, error = try_together(load, self._group)
+            _, error = try_together(load, self._group, self._subject.device)
             if error is not None:
                 raise CheckpointError(f"{path}: {error}")
             set_random_state(self._loaded["random"])

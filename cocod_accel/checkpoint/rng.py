@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cocod_accel.comm.device import device_in_use, runs_ahead
+
 
 def random_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
@@ -18,8 +20,9 @@ def random_state() -> dict[str, Any]:
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    device = device_in_use()
+    if runs_ahead(device):
+        state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
 
 
@@ -28,8 +31,9 @@ def set_random_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    device = device_in_use()
+    if runs_ahead(device) and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])
 
 
 @contextmanager

@@ -9,19 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cocod_accel.comm.device import current
+
 T = TypeVar("T")
 
 
-def exchange_reports(report: Any, group: Any) -> list[Any]:
-    """Every worker's report, in rank order; a group of None is this worker alone."""
+def exchange_reports(report: Any, group: Any, device: torch.device | None = None) -> list[Any]:
+    """Every worker's report, in rank order; a group of None is this worker alone.
+
+    ``device``: what this worker trains on. NCCL sends objects through the current device, which is everybody's first one
+    in a loop that never called ``set_device``.
+    """
     if group is None:
         return [report]
     reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group=group)
+    with current(torch.device("cpu") if device is None else device):
+        dist.all_gather_object(reports, report, group=group)
     return reports
 
 
-def try_together(call: Callable[[], T], group: Any) -> tuple[list[T], str | None]:
+def try_together(call: Callable[[], T], group: Any, device: torch.device | None = None) -> tuple[list[T], str | None]:
     """Call something that may fail on every worker; what it returned on each, or the first worker's error in words.
 
     Whatever goes wrong on one worker, the others hear of it before anybody waits.
@@ -33,7 +40,7 @@ def try_together(call: Callable[[], T], group: Any) -> tuple[list[T], str | None
     except Exception as problem:
         lines = str(problem).splitlines() or [type(problem).__name__]
         error = lines[0] if isinstance(problem, ValueError | OSError) else f"{type(problem).__name__}: {lines[0]}"
-    reports: list[tuple[T, str | None]] = exchange_reports((value, error), group)
+    reports: list[tuple[T, str | None]] = exchange_reports((value, error), group, device)
     for rank, (_, message) in enumerate(reports):
         if message is not None:
             return [], f"rank {rank}: {message}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cocod_accel.comm.device import Moment
 from cocod_accel.comm.handles import Communicator, Exchange, Handle
 
 
@@ -67,7 +68,7 @@ class EmulatedLink:
 
     def _stretched(self, inner: Sequence[Handle], num_bytes: int, begin: float, joined: Tensor) -> Handle:
         self._last = _StretchedHandle(inner, num_bytes, self._link.seconds(num_bytes, self.size), joined, self._last)
-        self._last.start_seconds = begin
+        self._last.start = Moment(seconds=begin)
         return self._last
 
 
@@ -78,22 +79,22 @@ class _StretchedHandle(Handle):
         self, inner: Sequence[Handle], num_bytes: int, seconds: float, joined: Tensor, before: _StretchedHandle | None
     ) -> None:
         super().__init__((), num_bytes)
-        self._end_seconds = None
+        self._end = None
         self._inner, self._seconds, self._joined, self._before = inner, seconds, joined, before
         self._due: float | None = None
 
     def poll(self) -> None:
         # The real sum may have been seen late, but it was there in time: it is not noted here unless it is complete.
-        if self._end_seconds is None and self._arrived() and time.perf_counter() >= self._due_seconds():
-            self._end_seconds = self._due_seconds()
+        if self._end is None and self._arrived() and time.perf_counter() >= self._due_seconds():
+            self._end = Moment(seconds=self._due_seconds())
 
     def wait(self) -> None:
         self.poll()
-        if self._end_seconds is not None:
+        if self._end is not None:
             return
         was_there = self._arrived()
         due = self._due_seconds()
-        self._end_seconds = due if was_there else max(due, time.perf_counter())
+        self._end = Moment(seconds=due if was_there else max(due, time.perf_counter()))
         time.sleep(max(0.0, due - time.perf_counter()))
 
     def _arrived(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cocod_accel.comm.device import Moment, Reached, beside, order, runs_ahead
 from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total
 
 
@@ -29,13 +30,14 @@ class TorchComm:
         #: Where second stages are sent: workers begin them at different moments, between whatever else they send.
         self._gathers = gathers
         self._last: _GatheredHandle | None = None
+        self._lane = str(id(group))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.shard_index, self.num_shards = 0, 1
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
-        return Handle(works, self.sent_bytes(tensors))
+        return Handle(works, self.sent_bytes(tensors), _device_of(tensors), lane=self._lane, kept=tensors)
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
         return ring_bytes(tensors, self.size)
@@ -44,17 +46,17 @@ class TorchComm:
         assert self._gathers is not None, "opened without exchanges"
         works = [dist.all_to_all_single(part.incoming, part.rows, group=self.group, async_op=True) for part in parts]
         # N - 1 of N rows in either stage, as in a ring.
-        scattered = Handle(works, ring_total(sum(part.num_bytes for part in parts), self.size))
-        in_passing = _may_gather_in_passing([part.rows for part in parts])
-        self._last = _GatheredHandle(scattered, lambda: self._gather(parts, scattered), self._last, in_passing)
+        num_bytes = ring_total(sum(part.num_bytes for part in parts), self.size)
+        device = parts[0].rows.device
+        scattered = Handle(works, num_bytes, device, lane=self._lane, kept=parts)
+        self._last = _GatheredHandle(scattered, lambda: self._gather(parts), self._last, device, kept=parts)
         return self._last
 
     def let_go(self, seconds: float) -> None:
         if self._last is not None:
             self._last.let_go(seconds)
 
-    def _gather(self, parts: Sequence[Exchange], scattered: Handle) -> list[Any]:
-        scattered.wait()  # complete, but it may have failed
+    def _gather(self, parts: Sequence[Exchange]) -> list[Any]:
         works = []
         for part in parts:
             part.combine()
@@ -86,8 +88,8 @@ class TwoLevelComm:
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
         inner = self.outer.launch([part for tensor in tensors for part in self._parts(tensor)])
-        in_passing = _may_gather_in_passing(tensors)
-        self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last, in_passing)
+        device = _device_of(tensors)
+        self._last = _GatheredHandle(inner, lambda: self._gather(tensors), self._last, device, kept=tensors)
         return self._last
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
@@ -97,8 +99,8 @@ class TwoLevelComm:
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
         """This worker's shard, with its peers; then the node gathers the results of all shards."""
         inner = self.outer.exchange(parts)
-        in_passing = _may_gather_in_passing([part.rows for part in parts])
-        self._last = _GatheredHandle(inner, lambda: self._gather_results(parts), self._last, in_passing)
+        device = parts[0].rows.device
+        self._last = _GatheredHandle(inner, lambda: self._gather_results(parts), self._last, device, kept=parts)
         return self._last
 
     def let_go(self, seconds: float) -> None:
@@ -130,28 +132,40 @@ class TwoLevelComm:
         return works
 
 
-def _may_gather_in_passing(tensors: Sequence[Tensor]) -> bool:
-    """Not on devices, where kernels of two groups that start in another order elsewhere may wait for each other for ever.
-
-    There a second stage begins where it is waited for.
-    """
-    return all(tensor.device.type == "cpu" for tensor in tensors)
-
-
 class _GatheredHandle(Handle):
-    """Complete when shares have been gathered, which begins when this worker's own has been summed."""
+    """Complete when shares have been gathered, which begins when this worker's own has been summed.
+
+    A device comes to the gathering by itself: it is put behind the sum on a stream of its own, in the order of the program,
+    which is the same on all workers. (Begun in passing, kernels of two groups might start in different orders on different
+    workers, and wait for each other for ever. So where the sum is emulated, and ended by the host, it begins at the wait.)
+    """
 
     def __init__(
-        self, inner: Handle, gather: Callable[[], list[Any]], before: _GatheredHandle | None, in_passing: bool
+        self,
+        inner: Handle,
+        gather: Callable[[], list[Any]],
+        before: _GatheredHandle | None,
+        device: torch.device,
+        *,
+        kept: object,
     ) -> None:
-        super().__init__((), inner.num_bytes)
-        self.start_seconds, self._end_seconds = inner.start_seconds, None
-        self._inner, self._before, self._in_passing = inner, before, in_passing
+        self._inner, self._before = inner, before
+        self._in_passing = not runs_ahead(device)
         self._gather: Callable[[], list[Any]] | None = gather
         self._has_begun = False
+        if not runs_ahead(inner.device):
+            super().__init__((), inner.num_bytes, start=inner.start)
+            self._end = None
+            return
+        with beside(inner.device, "averages"):
+            self._begin()
+            for work in self._works:
+                order(work)
+            end, reached = Moment(inner.device), Reached(inner.device)
+        super().__init__([reached], inner.num_bytes, inner.device, start=inner.start, end=end, kept=kept)
 
     def poll(self) -> None:
-        if not self._in_passing and not self._has_begun:
+        if not self._in_passing:
             return
         self._inner.poll()
         # Workers must gather in the same order, whichever sum each of them sees complete first.
@@ -171,7 +185,6 @@ class _GatheredHandle(Handle):
     def let_go(self, seconds: float) -> None:
         """Begin to gather as soon as that can be, without waiting for the end; give up if it takes too long, or fails."""
         deadline = time.monotonic() + seconds
-        self._in_passing = True
         with contextlib.suppress(RuntimeError):  # another worker is gone: this one does not need it any more
             while not self._has_begun and time.monotonic() < deadline:
                 self.poll()
@@ -181,15 +194,19 @@ class _GatheredHandle(Handle):
         if not self._has_begun:
             if self._before is not None:
                 self._before._begin_in_order()
-            self._inner.wait()
             self._begin()
 
     def _begin(self) -> None:
         if self._gather is not None:
+            self._inner.wait()  # if it is complete, it may have failed; on a device, the current stream waits
             self._has_begun = True
             self._works = self._gather()
             # Or every sum of a run would be kept, and the tensors of the last one.
             self._before = self._gather = None
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -224,7 +241,27 @@ class Channels:
 def private_group(group: Any, ranks: Sequence[int] | None = None) -> Any:
     """A new process group with the members of ``group``, or with some of them; every one of those must call this."""
     ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
-    return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=len(ranks) < dist.get_world_size())
+    is_part = len(ranks) < dist.get_world_size()
+    with _connected_lazily() if is_part else contextlib.nullcontext():
+        return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=is_part)
+
+
+@contextlib.contextmanager
+def _connected_lazily() -> Iterator[None]:
+    """A group of some workers is not split off the world's communicator, for which all others would have to join in.
+
+    That is what NCCL does at once if the world was initialised with a ``device_id``; read in torch's sources, not run.
+    """
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def node_group(size: int) -> Any:
@@ -237,10 +274,14 @@ def node_group(size: int) -> Any:
 
 def _timeout_of(group: Any) -> timedelta | None:
     """The timeout the user gave ``group``; a new group would take torch's default."""
-    for device in ("cuda", "cpu"):
+    try:
+        devices = sorted(group._device_types, key=lambda device: bool(device.type == "cpu"))
+    except (AttributeError, RuntimeError):  # a torch that keeps them elsewhere
+        return None
+    for device in devices:
         try:
-            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
-        except (AttributeError, RuntimeError):  # another backend, or a torch that keeps it elsewhere
+            timeout: timedelta = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):  # a backend without options
             continue
         return timeout
     return None

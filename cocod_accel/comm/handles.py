@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from cocod_accel.comm.device import Moment, beside, keep_until, order, runs_ahead
 
 
 def ring_bytes(tensors: Sequence[Tensor], num_workers: int) -> int:
@@ -21,42 +22,66 @@ def ring_total(num_bytes: int, num_workers: int) -> int:
     return round(2 * (num_workers - 1) * num_bytes / num_workers)
 
 
+_HOST = torch.device("cpu")
+
+
 class Handle:
     """A sum under way over tensors that belong to it until :meth:`wait` returns.
 
-    Its end is noticed by :meth:`poll`, which the main thread calls in passing. A callback of the communication thread
-    would be more precise, but a Python callback that runs while the interpreter exits aborts the process.
+    On a CPU its end is noticed by :meth:`poll`, which the main thread calls in passing. A callback of the communication
+    thread would be more precise, but a Python callback that runs while the interpreter exits aborts the process. On a
+    device that works ahead a stream of its own waits for the end, and :meth:`wait` blocks no host: what comes next on the
+    current stream comes after it.
     """
 
-    def __init__(self, works: Sequence[Any], num_bytes: int) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        num_bytes: int,
+        device: torch.device = _HOST,
+        *,
+        start: Moment | None = None,
+        end: Moment | None = None,
+        lane: str = "",
+        kept: object = None,
+    ) -> None:
+        """``lane``: of whatever ends in the order of its launch; ``kept``: what the device still works on until the end."""
         self.num_bytes = num_bytes
-        self.start_seconds = time.perf_counter()
-        self._end_seconds = None if works else self.start_seconds
+        self.device = device
+        self.start = Moment(device) if start is None else start
+        self._end = end if works else self.start
         self._works = works
+        if self._end is None and runs_ahead(device):
+            with beside(device, f"ends {lane}"):
+                for work in works:
+                    order(work)
+                self._end = Moment(device)
+        if self._end is not None and works:
+            keep_until(self._end, works, kept)
 
     def poll(self) -> None:
         """Note the time if the sum is complete by now."""
-        if self._end_seconds is None and all(work.is_completed() for work in self._works):
-            self._end_seconds = time.perf_counter()
+        if self._end is None and all(work.is_completed() for work in self._works):
+            self._end = Moment()
 
     def wait(self) -> None:
         """Block until every tensor holds the sum; a failed collective raises here."""
         self.poll()
         for work in self._works:
             work.wait()
-        if self._end_seconds is None:
-            self._end_seconds = time.perf_counter()
+        if self._end is None:
+            self._end = Moment()
 
     @property
     def is_complete(self) -> bool:
         """Whether the sum has been seen to be complete."""
-        return self._end_seconds is not None
+        return self._end is not None and self._end.has_come
 
     @property
-    def end_seconds(self) -> float:
+    def end(self) -> Moment:
         """When the sum was first seen to be complete; after :meth:`wait`."""
-        assert self._end_seconds is not None, "not waited for"
-        return self._end_seconds
+        assert self._end is not None, "not waited for"
+        return self._end
 
 
 def exposed_and_hidden(spans: Sequence[tuple[float, float]], blocked_from: float) -> tuple[float, float]:
@@ -81,7 +106,7 @@ class Exchange:
 
     rows: Tensor  # row j goes to worker j
     incoming: Tensor  # row j comes from worker j
-    combine: Callable[[], None]  # all of incoming -> this worker's of made; runs on the main thread
+    combine: Callable[[], None]  # all of incoming -> this worker's of made; called by the main thread
     made: Tensor  # in the end row j is what worker j has made; may be ``rows`` itself
     results: Tensor  # what was made of all shards, one shard after the other; ``made`` itself, where there is one
     num_bytes: int  # of ``rows`` and ``made`` in the mean, without their headers
@@ -105,7 +130,10 @@ class Communicator(Protocol):
         ...
 
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
-        """Start both stages of all ``parts`` in the background; the second begins in passing, at a poll or at the wait."""
+        """Start both stages of all ``parts`` in the background.
+
+        On a CPU the second begins in passing, at a poll or at the wait; a device comes to it by itself.
+        """
         ...
 
     def let_go(self, seconds: float) -> None:
@@ -135,9 +163,3 @@ class SoloComm:
 
     def let_go(self, seconds: float) -> None:
         """Nothing is ever under way."""
-
-
-def wait_for_device() -> None:
-    """Until a device that works ahead of the host has caught up; its collectives, too."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

@@ -22,9 +22,10 @@ from accelerate.accelerator import Accelerator
 from cocod_accel.averaging.coder import time_coding
 from cocod_accel.averaging.flat import payload_dtype
 from cocod_accel.comm.agreement import exchange_reports
+from cocod_accel.comm.device import wait_for_device, wait_for_stream
 from cocod_accel.comm.emulated import EmulatedLink
 from cocod_accel.comm.groups import TorchComm, default_group, private_group
-from cocod_accel.comm.handles import Communicator, Handle, wait_for_device
+from cocod_accel.comm.handles import Communicator, Handle
 from cocod_accel.comm.in_process import InProcessGroup
 from cocod_accel.config.loading import load_training_config
 from cocod_accel.config.settings import Config
@@ -167,11 +168,11 @@ class _Link:
 
         def block() -> float:
             exchange_reports(None, default_group())
-            wait_for_device()
+            wait_for_stream(self._device)  # not for the transfers that run beside it
             begin = time.perf_counter()
             for _ in range(steps):
                 run_step()
-            wait_for_device()
+            wait_for_stream(self._device)
             return (time.perf_counter() - begin) / steps
 
         found = []
@@ -187,10 +188,10 @@ class _Link:
 
     def _timed(self, numel: int) -> float:
         payload = torch.zeros(numel, device=self._device)
-        wait_for_device()
+        wait_for_device(self._device)
         begin = time.perf_counter()
         self._comm.launch([payload]).wait()
-        wait_for_device()
+        wait_for_device(self._device)
         return time.perf_counter() - begin
 
     def _agreed(self, transfers: list[float]) -> list[float]:

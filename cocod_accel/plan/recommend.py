@@ -167,10 +167,9 @@ def soonest(candidates: Sequence[Candidate], hiding: Choice, least: int) -> Cand
     if not candidates:
         return None
     fastest = max(candidates, key=lambda candidate: candidate.speedup)
-    for candidate in candidates:
-        if Choice(candidate.payload, candidate.period, candidate.delay) == hiding:
-            if hiding.period <= least or candidate.speedup >= (1 - _AS_GOOD) * fastest.speedup:
-                return candidate
+    hides = next((c for c in candidates if Choice(c.payload, c.period, c.delay) == hiding), None)
+    if hides is not None and (hiding.period <= least or hides.speedup >= (1 - _AS_GOOD) * fastest.speedup):
+        return hides
     return fastest
 
 

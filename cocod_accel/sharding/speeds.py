@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cocod_accel.comm.agreement import try_together
+from cocod_accel.comm.device import wait_for_stream
 from cocod_accel.comm.groups import default_group
-from cocod_accel.comm.handles import wait_for_device
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def measure_speeds(
     def timed_step() -> float:
         begin = clock()
         run_step()
-        wait_for_device()
+        wait_for_stream()
         return clock() - begin
 
     def warm_up() -> float:

@@ -51,7 +51,8 @@ def attach(
         problem = error
     apparent = group_of(model) if inner is None else default_group()
     group = apparent if subject is None else subject.group
-    reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group)
+    device = next((parameter.device for parameter in model.parameters()), None) if isinstance(model, nn.Module) else None
+    reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group, device)
     raise_problems(reports, problem)
     assert subject is not None
     check_agreement(reports, algorithm)

@@ -118,9 +118,10 @@ class Control:
         route = self._driver.replica.route
         return [each.traffic for each in (route, route.node) if each is not None]
 
-    @property
-    def exposed_seconds(self) -> float:
-        """What ``stats()`` says of it, without looking at the device."""
+    def blocked_seconds(self) -> float:
+        """Seconds that communication has exposed so far; waits for the device."""
+        for traffic in self.traffics:
+            traffic.catch_up(wait=True)
         return sum(traffic.exposed_seconds for traffic in self.traffics)
 
     def record_spans(self) -> None:
@@ -132,6 +133,7 @@ class Control:
         """(name, start, end) in ``time.perf_counter`` seconds since the last call: "communicate" and "wait"."""
         taken: list[tuple[str, float, float]] = []
         for traffic in self.traffics:
+            traffic.catch_up(wait=True)
             if traffic.spans is not None:
                 taken, traffic.spans = taken + traffic.spans, []
         return taken

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
+from cocod_accel.comm.device import is_capturing
 from cocod_accel.comm.groups import Channels, launch_like_ddp
 from cocod_accel.comm.handles import Handle
 from cocod_accel.sync.deepspeed import is_engine
@@ -135,11 +136,16 @@ class HookRouter:
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         flat = bucket.buffer()
         method = self._method() or self._stock
+        if is_capturing(flat.device) and method is not self._stock:
+            raise RuntimeError(
+                "a backward that reduces gradients is captured in a graph, which would replay without this algorithm; "
+                "capture nothing, or use an algorithm that averages models"
+            )
         parameters = bucket.parameters()
         if bucket.index() == 0 and (self._num_parameters is None or self._has_seen(parameters)):
             self._open = []  # in case the last backward raised half-way
-        # On CUDA a future must know its device, so that whoever waits for it orders its stream after ours.
-        future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
+        # A future must know its device, so that whoever waits for it orders its stream after ours.
+        future: Future[Tensor] = Future(devices=[flat.device] if flat.device.type != "cpu" else None)
         mine = Bucket(flat, bucket.gradients(), parameters)
         self._open.append((mine, future))
         method.reduce(mine)

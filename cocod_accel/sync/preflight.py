@@ -50,6 +50,12 @@ class Subject:
     #: The ranks of this worker's node; (): it has said nothing of nodes.
     node: tuple[int, ...] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """What is trained lies there."""
+        parameter = next(iter([*self.trainable, *self.frozen]), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
     @classmethod
     def examine(cls, model: nn.Module, optimizer: Any, algorithm: Algorithm, weight: object, inner: Any = None) -> Subject:
         if not isinstance(algorithm, Algorithm):

@@ -37,9 +37,9 @@ class Stats:
     #: headers of a few bytes are not). Where workers share nodes: what it has sent to other nodes, N being the number of
     #: nodes and the payload this worker's share of the model.
     bytes: int
-    #: Seconds the main thread was blocked by communication.
+    #: Seconds that training was blocked by communication: its main thread, or the stream of its device.
     exposed_seconds: float
-    #: Seconds communication ran while the main thread computed.
+    #: Seconds communication ran while training computed.
     hidden_seconds: float
     #: ||x_t - mean_t|| / ||mean_t|| at the last merge.
     drift: float
@@ -116,7 +116,8 @@ class Sync:
             value = check_weight(weight)
         except (TypeError, ValueError) as error:
             problem = error
-        reports = exchange_reports(Report(error=described(problem), weight=value), self._subject.group)
+        report = Report(error=described(problem), weight=value)
+        reports = exchange_reports(report, self._subject.group, self._subject.device)
         raise_problems(reports, problem)
         weights = [report.weight for report in reports]
         check_weights(self._driver.method, self._nodes, weights)
@@ -124,11 +125,15 @@ class Sync:
         self._set_weights(weights)
 
     def stats(self) -> Stats:
-        """Counters since attach (or since the run that was resumed began). ``averaged()`` is not counted."""
+        """Counters since attach (or since the run that was resumed began). ``averaged()`` is not counted.
+
+        On a GPU it waits for what the device was told so far: what communication has cost is known only then.
+        """
+        exposed = self._control.blocked_seconds()
         return Stats(
             rounds=self._driver.clock.rounds,
             bytes=self._driver.replica.route.traffic.num_bytes,
-            exposed_seconds=self._control.exposed_seconds,
+            exposed_seconds=exposed,
             hidden_seconds=sum(traffic.hidden_seconds for traffic in self._control.traffics),
             drift=self._driver.replica.drift,
         )
@@ -151,8 +156,7 @@ class Sync:
         self._driver.load_state(state)
         # Saved with other nodes: what was sent inside them is forgotten, or begins at zero.
         for traffic, counters in zip(self._control.traffics, state["traffic"], strict=False):
-            for name, value in counters.items():
-                setattr(traffic, name, value)
+            traffic.restore(counters)
         self._counter.forget()
 
     def detach(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.autograd import Variable
 
 from cocod_accel.algorithms import Algorithm
+from cocod_accel.comm.device import is_capturing
 from cocod_accel.sync.ddp import under_no_sync
 from cocod_accel.sync.deepspeed import EngineRouter
 from cocod_accel.sync.driver import Driver
@@ -34,6 +35,11 @@ class LoopWatcher:
     def step_begins(self) -> None:
         if self.is_averaged:
             raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
+        if is_capturing(self._subject.device):
+            raise RuntimeError(
+                "optimizer.step() inside a graph capture: a graph replays without ending rounds, so workers would train "
+                "alone; capture forward and backward only"
+            )
         if self._refusal and is_stepped_by_scaler():
             raise RuntimeError(self._refusal)
         self._refusal = ""  # looked at once: a first step is never skipped, because its delayed gradients are zero

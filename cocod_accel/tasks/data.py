@@ -13,6 +13,7 @@ import pickle
 import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -47,11 +48,15 @@ class Images:
             inputs = crop_and_flip(inputs, generator)
         inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         if inputs.dtype == torch.uint8:
-            shape = (1, -1, 1, 1)
-            mean = torch.tensor(self.mean, device=device).mul_(255).view(shape)
-            std = torch.tensor(self.std, device=device).mul_(255).view(shape)
+            mean, std = _bytes_on(self.mean, device), _bytes_on(self.std, device)
             inputs = inputs.float().sub_(mean).div_(std)
         return inputs, labels
+
+
+@lru_cache(maxsize=16)
+def _bytes_on(channels: tuple[float, ...], device: torch.device) -> Tensor:
+    # Kept there: sending them with every batch would make the host wait for the device.
+    return torch.tensor(channels, device=device).mul_(255).view(1, -1, 1, 1)
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:

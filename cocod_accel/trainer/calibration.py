@@ -98,18 +98,18 @@ def sample_steps(config: Config, task: Task, accelerator: Accelerator, batch: in
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # the work of a step without changing the model
         busy = device.type == "cpu" and has_core_each()
-        pace = Pace(is_on=True, slowdown=config.slowdown(rank, epoch=0), is_busy=busy)
+        pace = Pace(is_on=True, slowdown=config.slowdown(rank, epoch=0), is_busy=busy, device=device)
         supply = _endless_batches(config, task, batch, rank, device)
 
         def run_step() -> None:
-            pace.begin(blocked=0.0)
+            pace.begin()
             inputs, labels = next(supply)
             optimizer.zero_grad()
             with accelerator.autocast():
                 loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
-            pace.end(blocked=0.0)
+            pace.end()
 
         yield run_step
 

@@ -6,19 +6,28 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cocod_accel.comm.handles import wait_for_device
+import torch
+
+from cocod_accel.comm.device import wait_for_stream
+
+
+def _never() -> float:
+    return 0.0
 
 
 @dataclass
 class Pace:
     """Times the computation of every step of a loop, and stretches it where a slower worker is emulated.
 
-    A device that works ahead of the host is waited for, so this is only switched on when it is needed.
+    A device that works ahead of the host is waited for, so this is only switched on when it is needed. Only its computing:
+    the average just started must go on beside the next step, or every algorithm would block.
     """
 
     is_on: bool
+    device: torch.device = field(default=torch.device("cpu"), kw_only=True)
     #: Computation takes this many times longer.
     slowdown: float = 1.0
     #: Stretch by keeping the core busy, as computing would. A core that sleeps is slower when it wakes up and leaves more of
@@ -27,19 +36,19 @@ class Pace:
     #: Seconds of every step since the list was cleared, stretching included.
     seconds: list[float] = field(default_factory=list)
 
-    def begin(self, blocked: float) -> None:
-        """A step begins; ``blocked``: seconds that communication has blocked this worker so far."""
+    def begin(self, blocked: Callable[[], float] = _never) -> None:
+        """A step begins; ``blocked``: seconds that communication has blocked this worker so far, known once it has."""
         if self.is_on:
-            wait_for_device()
-            self._begin, self._blocked = time.perf_counter(), blocked
+            wait_for_stream(self.device)
+            self._begin, self._blocked = time.perf_counter(), blocked()
 
-    def end(self, blocked: float) -> tuple[float, float] | None:
+    def end(self, blocked: Callable[[], float] = _never) -> tuple[float, float] | None:
         """The step's computation is done; if it was stretched, the start and end of that."""
         if not self.is_on:
             return None
-        wait_for_device()
+        wait_for_stream(self.device)
         computed_at = time.perf_counter()
-        computed = computed_at - self._begin - (blocked - self._blocked)
+        computed = computed_at - self._begin - (blocked() - self._blocked)
         if self.slowdown > 1:
             self._stretch_until(computed_at + (self.slowdown - 1) * computed)
         now = time.perf_counter()

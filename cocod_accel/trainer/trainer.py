@@ -119,7 +119,7 @@ class Trainer:
         worker.clock.start()
         for index in range(at.index, steps):
             begin = time.perf_counter()
-            pace.begin(self.sync.control.exposed_seconds)
+            pace.begin(self.sync.control.blocked_seconds)
             worker.now_at(f"step {at.step + 1}")
             inputs, labels = next(supply)
             self._set_learning_rate(epoch + index / steps)
@@ -133,7 +133,7 @@ class Trainer:
             worker.accelerator.backward(loss)  # under DeepSpeed the optimizer steps in here
             worker.optimizer.step()
             worker.losses += loss.detach()
-            stretched = pace.end(self.sync.control.exposed_seconds)
+            stretched = pace.end(self.sync.control.blocked_seconds)
             if stretched is not None:
                 self.recorder.span("stretch", *stretched)
             self.recorder.computed(begin, time.perf_counter())

@@ -53,6 +53,7 @@ class Worker:
         self.pace = Pace(
             is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None or config.has_auto_period,
             is_busy=accelerator.device.type == "cpu" and has_core_each(),
+            device=accelerator.device,
         )
         self.clock = TrainingClock()
         self.times = TimeToAccuracy(list(config.evaluation.targets))

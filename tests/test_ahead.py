@@ -1,0 +1,228 @@
+"""On a device that works ahead of its host: nothing is read or written too early, and nothing waits that need not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cocod_accel import SSGD, AsynLocalSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD, attach
+from cocod_accel.algorithms import Algorithm
+from cocod_accel.averaging.header import TransferError
+from cocod_accel.averaging.weights import mean_
+from cocod_accel.comm.groups import node_group
+from cocod_accel.trainer.pace import Pace
+from tests.ahead import Rig, ahead
+from tests.workers import run_workers
+
+STEPS = 11
+#: Fewer than the averages whose headers may be unread.
+FEW = 8
+ALGORITHMS: dict[str, Algorithm] = {
+    "ssgd": SSGD(),
+    "ssgd ternary": SSGD(payload="ternary"),
+    "ssgd qsgd": SSGD(payload="qsgd:4"),
+    "pipe": PipeSGD(),
+    "pipe int8": PipeSGD(payload="int8"),
+    "local": LocalSGD(3),
+    "local DiLoCo": LocalSGD(3, outer=Outer(0.7, 0.9, nesterov=True), fragments=2),
+    "asynlocal": AsynLocalSGD(3),
+    "cocod": CoCoDSGD(3),
+    "cocod k=1": CoCoDSGD(1),
+    "cocod delay": CoCoDSGD(3, delay=1, own_share=0.5),
+    "cocod fragments": CoCoDSGD(4, fragments=3, payload="int4"),
+    **{f"cocod k=1 {code}": CoCoDSGD(1, payload=code) for code in ("bf16", "int8", "int4", "ternary", "topk:0.1")},
+}
+
+
+def begin(algorithm: Algorithm, rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+    inner = options.get("inner")
+    model = DistributedDataParallel(module, process_group=inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    weight = 1 if isinstance(algorithm, AsynLocalSGD) or inner is not None else rank + 1
+    return model, optimizer, attach(model, optimizer, algorithm, weight=weight, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, rig: Rig | None = None) -> None:
+    for inputs in batches:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        if rig is not None:
+            rig.compute(0.010)
+        optimizer.step()
+
+
+def trained(rank: int, names: list[str], *, runs_ahead: bool, nodes: bool) -> list[torch.Tensor]:
+    found = []
+    for name in names:
+        model, optimizer, sync = begin(ALGORITHMS[name], rank, **({"inner": node_group(2)} if nodes else {}))
+        torch.manual_seed(rank)
+        batches = torch.randn(STEPS, 8, 6)
+        with ahead(Rig()) if runs_ahead else contextlib.nullcontext():
+            train(model, optimizer, batches[:7])
+            with sync.averaged():
+                model(batches[0])
+            train(model, optimizer, batches[7:])
+            sync.finish()
+        sync.detach()
+        found.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+    return found
+
+
+def both(rank: int, names: list[str], nodes: bool) -> list[bool]:
+    blocking, running = (trained(rank, names, runs_ahead=runs_ahead, nodes=nodes) for runs_ahead in (False, True))
+    return [torch.equal(one, other) for one, other in zip(blocking, running, strict=True)]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_every_algorithm_ends_with_the_same_bits(num_workers: int) -> None:
+    names = list(ALGORITHMS)
+    for same in run_workers(num_workers, both, names, False, fresh=True):
+        assert dict(zip(names, same, strict=True)) == dict.fromkeys(names, True)
+
+
+def test_so_do_nodes() -> None:
+    names = ["local", "cocod", "cocod k=1 ternary", "cocod fragments"]
+    for same in run_workers(4, both, names, True, fresh=True):
+        assert dict(zip(names, same, strict=True)) == dict.fromkeys(names, True)
+
+
+def forgetful(rank: int) -> str:
+    """A mean is merged before it has come."""
+    model, optimizer, sync = begin(CoCoDSGD(1), rank)
+    batches = torch.randn(2, 8, 6)
+    rig = Rig(orders=False)
+    said = "nothing"
+    with ahead(rig):
+        rig.gate.clear()
+        try:
+            train(model, optimizer, batches)
+            sync.state_dict()
+        except TransferError as error:
+            said = str(error)
+        finally:
+            rig.gate.set()
+    sync.detach()
+    return said
+
+
+def test_an_order_that_is_missing_shows() -> None:
+    assert all("at the same step" in said for said in run_workers(2, forgetful, fresh=True))
+
+
+def costs(rank: int) -> list[tuple[float, float, list[str]]]:
+    found = []
+    for transfer, algorithm in (
+        (0.004, CoCoDSGD(1)),
+        (0.025, CoCoDSGD(1)),
+        (0.004, LocalSGD(2)),
+        (0.003, CoCoDSGD(1, payload="ternary")),
+    ):
+        model, optimizer, sync = begin(algorithm, rank)
+        batches = torch.randn(FEW, 8, 6)
+        rig = Rig(transfer)
+        with ahead(rig):
+            train(model, optimizer, batches, rig)
+            reads = list(rig.reads)
+            stats = sync.stats()
+        sync.detach()
+        found.append((stats.exposed_seconds, stats.hidden_seconds, reads))
+    return found
+
+
+def test_what_communication_costs_is_what_the_device_saw() -> None:
+    """Steps of 10 ms: a transfer of 4 ms is hidden, one of 25 ms blocks 15 ms a round; blocking ones block."""
+    for rank_found in run_workers(2, costs, fresh=True):
+        (hidden, long, blocking, coded) = rank_found
+        rounds = FEW - 1  # the last mean is in flight
+        assert hidden[:2] == (pytest.approx(0, abs=1e-6), pytest.approx(0.004 * rounds, rel=1e-3))
+        assert long[:2] == (pytest.approx(0.015 * rounds, rel=1e-3), pytest.approx(0.010 * rounds, rel=1e-3))
+        assert blocking[:2] == (pytest.approx(0.004 * (FEW // 2), rel=1e-3), pytest.approx(0, abs=1e-6))
+        # Both stages of a coded average are hidden.
+        assert coded[0] == pytest.approx(0, abs=1e-6)
+        assert coded[1] == pytest.approx(0.006 * rounds, rel=1e-3)
+        # The host waits in no step and at no round's end.
+        assert [reads for _, _, reads in rank_found] == [[]] * 4
+
+
+def paced(rank: int) -> bool:
+    """A step is timed while an average is under way that ends only after it."""
+    model, optimizer, sync = begin(CoCoDSGD(1), rank)
+    batches = torch.randn(1, 8, 6)
+    pace = Pace(is_on=True, device=torch.device("cpu"))
+    rig = Rig()
+    with ahead(rig):
+        rig.gate.clear()
+        train(model, optimizer, batches[:1])
+        opener = threading.Timer(8.0, rig.gate.set)
+        opener.start()
+        pace.begin(sync.control.blocked_seconds)
+        pace.end(sync.control.blocked_seconds)
+        is_under_way = not rig.gate.is_set()
+        opener.cancel()
+        rig.gate.set()
+    sync.detach()
+    return is_under_way
+
+
+def test_timing_a_step_does_not_wait_for_the_average_beside_it() -> None:
+    assert run_workers(2, paced, fresh=True) == [True, True]
+
+
+def divided(rank: int) -> tuple[bool, bool]:
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    exact = values / 3
+    ours, theirs = values.clone(), values.clone()
+    with ahead(Rig(reciprocals=True)):
+        mean_(ours, 3.0)
+        theirs.div_(3.0)
+    return torch.equal(ours, exact), torch.equal(theirs, exact)
+
+
+def test_a_mean_is_divided_where_a_division_by_a_number_is_not() -> None:
+    assert run_workers(1, divided, fresh=True) == [(True, False)]
+
+
+def blocked(rank: int) -> list[float]:
+    """What Pace is told that communication has blocked, step by step, for steps of 10 ms and transfers of 5 ms."""
+    model, optimizer, sync = begin(SSGD(), rank)
+    told: list[float] = []
+    rig = Rig(0.005)
+    with ahead(rig):
+        for inputs in torch.randn(4, 8, 6):
+            train(model, optimizer, [inputs], rig)
+            rig.current.synchronize()
+            told.append(sync.control.blocked_seconds())
+    sync.detach()
+    return told
+
+
+def test_waiting_for_gradients_is_told_from_computing() -> None:
+    for told in run_workers(2, blocked, fresh=True):
+        assert told == pytest.approx([0.005, 0.010, 0.015, 0.020], rel=1e-3)
+
+
+def beside_nodes(rank: int) -> tuple[float, list[str]]:
+    """A long transfer between nodes, and gradients inside them that must not wait for it."""
+    model, optimizer, sync = begin(CoCoDSGD(3), rank, inner=node_group(2))
+    rig = Rig()
+    rig.seconds_of[sync._driver.replica.route.comm.outer.group] = 0.025
+    with ahead(rig):
+        train(model, optimizer, torch.randn(5, 8, 6), rig)
+        reads = list(rig.reads)
+        cost = sync.control.blocked_seconds()
+    sync.detach()
+    return cost, reads
+
+
+def test_gradients_inside_a_node_do_not_wait_for_an_average_between_nodes() -> None:
+    for cost, reads in run_workers(4, beside_nodes, fresh=True):
+        assert cost == pytest.approx(0, abs=1e-6)
+        assert reads == []

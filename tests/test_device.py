@@ -1,0 +1,137 @@
+"""What our code asks of a device, where a CPU cannot tell whether it asks rightly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cocod_accel import CoCoDSGD
+from cocod_accel.averaging.coder import Coder
+from cocod_accel.averaging.flat import FlatCopy, square_sums
+from cocod_accel.comm import device as devices
+from cocod_accel.comm.agreement import exchange_reports
+from cocod_accel.comm.groups import private_group
+from cocod_accel.comm.in_process import InProcessGroup
+from tests.ahead import Rig, ahead
+from tests.test_ahead import begin, train
+from tests.workers import run_workers
+
+GIB = 1 << 30
+
+
+def test_what_is_worked_on_at_once_is_bounded_on_devices() -> None:
+    parameters = [torch.empty(GIB // 4, device="meta") for _ in range(9)]  # 9 GiB, more elements than 31 bits count
+    flat = FlatCopy(parameters)
+    assert flat.buffers[0].numel() > 2**31
+    assert all(segment.flat.numel() * 4 <= GIB for segment in flat.segments)
+    assert all(piece.numel() == 1 for piece in square_sums(flat.buffers[0]))
+    assert len(square_sums(flat.buffers[0])) > 2
+    for name in ("bf16", "int8", "ternary"):
+        coder = Coder(name, torch.empty(2**31 + 5, device="meta"), InProcessGroup(2).member(0))
+        assert coder._scratch[0].numel() * 4 <= GIB
+
+
+def test_a_machines_gpu_is_not_touched_by_who_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: pytest.fail("made a context"))
+    assert devices.device_in_use() == torch.device("cpu")
+    devices.wait_for_device()
+    devices.wait_for_stream()
+
+
+@contextlib.contextmanager
+def moved(now: list[int], index: int) -> Iterator[None]:
+    before, now[0] = now[0], index
+    yield
+    now[0] = before
+
+
+def gathered(rank: int) -> tuple[list[Any], list[int], int]:
+    """The current device while objects travel, and afterwards."""
+    now, seen = [0], []
+    gather = dist.all_gather_object
+
+    def all_gather_object(*args: Any, **kwargs: Any) -> None:
+        seen.append(now[0])
+        gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_index", lambda index: moved(now, index))
+        patch.setattr(dist, "all_gather_object", all_gather_object)
+        reports = exchange_reports(rank, dist.group.WORLD, torch.device("cuda", rank))
+    return reports, seen, now[0]
+
+
+def test_objects_travel_through_the_models_own_device() -> None:
+    """NCCL takes the current one, which is the first for all workers of a loop that never called set_device."""
+    assert run_workers(2, gathered, fresh=True) == [([0, 1], [0], 0), ([0, 1], [1], 0)]
+
+
+def opened(rank: int) -> list[Any]:
+    world: Any = dist.group.WORLD
+    seen: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(world.bound_device_id)
+        world.bound_device_id = None  # gloo knows no such thing
+        return new_group(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        world.bound_device_id = torch.device("cuda", 0)
+        if rank < 2:
+            private_group(dist.group.WORLD, [0, 1])
+        world.bound_device_id = None
+    return seen
+
+
+def test_a_group_of_some_workers_asks_nothing_of_the_others() -> None:
+    """With a bound device NCCL would split the world's communicator, for which all of the world must join in."""
+    assert run_workers(3, opened, fresh=True) == [[None], [None], []]
+
+
+def captured(rank: int) -> str:
+    model, optimizer, sync = begin(CoCoDSGD(1), rank)
+    said = ""
+    rig = Rig()
+    with ahead(rig):
+        rig.is_capturing = True
+        try:
+            train(model, optimizer, torch.randn(1, 8, 6))
+        except RuntimeError as error:
+            said = str(error)
+    sync.detach()
+    return said
+
+
+def test_a_captured_step_is_refused() -> None:
+    assert all("capture forward and backward only" in said for said in run_workers(2, captured, fresh=True))
+
+
+def test_random_numbers_of_any_accelerator_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cocod_accel.checkpoint import rng
+
+    class Module:
+        state = torch.tensor([1, 2], dtype=torch.uint8)
+
+        @classmethod
+        def get_rng_state(cls) -> torch.Tensor:
+            return cls.state.clone()
+
+        @classmethod
+        def set_rng_state(cls, state: torch.Tensor) -> None:
+            cls.state = state
+
+    monkeypatch.setattr(rng, "device_in_use", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    kept = rng.random_state()
+    Module.state = torch.tensor([9], dtype=torch.uint8)
+    rng.set_random_state(kept)
+    assert Module.state.tolist() == [1, 2]
