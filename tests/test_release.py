@@ -78,7 +78,7 @@ def test_both_are_named_after_the_one_version(built: Built) -> None:
 
 
 def test_the_wheel_holds_every_module_its_data_and_the_profiles_and_nothing_else(built: Built) -> None:
-    kinds = {".py", ".typed", ".npz", ".LICENSE", ".js", ".css", ".html"}
+    kinds = {".py", ".typed", ".npz", ".LICENSE", ".js", ".css", ".html", ".json"}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "cocod_accel").rglob("*") if path.suffix in kinds}
     given = [path for path in (ROOT / "configs").rglob("*") if path.suffix in (".yaml", ".json")]
     profiles = {f"cocod_accel/{path.relative_to(ROOT)}" for path in given}
