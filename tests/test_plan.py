@@ -21,10 +21,11 @@ from cocod_accel import CoCoDSGD, LocalSGD, attach, cli, train
 from cocod_accel.algorithms.rounds import Period, RoundClock
 from cocod_accel.comm.emulated import Link
 from cocod_accel.config.loading import load_config
+from cocod_accel.plan.candidates import best_algorithm
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.plan.measure import fixed_seconds
-from cocod_accel.plan.recommend import Expected, _Planner, advise, best_algorithm, is_uneven, worker_counts
+from cocod_accel.plan.recommend import Expected, _Planner, advise, is_uneven, worker_counts
 from cocod_accel.plan.tables import scaling_of
 from cocod_accel.report.figures import draw_expected
 from cocod_accel.sharding.speeds import Measured

@@ -185,6 +185,7 @@ class _GatheredHandle(Handle):
     def let_go(self, seconds: float) -> None:
         """Begin to gather as soon as that can be, without waiting for the end; give up if it takes too long, or fails."""
         deadline = time.monotonic() + seconds
+        self._in_passing = True
         with contextlib.suppress(RuntimeError):  # another worker is gone: this one does not need it any more
             while not self._has_begun and time.monotonic() < deadline:
                 self.poll()

@@ -16,6 +16,7 @@ from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config, merged_config
 from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.plan.candidates import Candidate, best_algorithm, soonest
 from cocod_accel.plan.findings import ALIKE
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.simulator.cluster import Cluster
@@ -25,8 +26,6 @@ from cocod_accel.theory import PAPER_PERIOD, StepTimes, paper_period_bound
 from cocod_accel.theory.hiding import AUTO, CODES, LOSS, MARGIN, Choice, choose, hiding_delay, lost_share
 from cocod_accel.trainer.work import Work
 
-#: What others must gain over S-SGD, and over CoCoD-SGD, to be recommended instead.
-_WORTH_IT, _AS_GOOD = 0.05, 0.02
 #: Steps of a simulation at least, and rounds.
 _STEPS, _ROUNDS = 300, 4
 #: Periods tried where only longer ones hide an average.
@@ -45,28 +44,6 @@ _REAL_ONLY = (
     "emulate.cluster=null",
     "cluster.replan_epochs=null",
 )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to train, and what to expect of it; times are simulated, steps as others were measured to need them."""
-
-    algorithm: str
-    period: int
-    delay: int | None
-    payload: str
-    #: In a steady state, and what a worker sends for it.
-    step_seconds: float
-    step_bytes: float
-    #: Throughput over that of one worker of speed 1 alone.
-    throughput: float
-    #: Steps to what S-SGD reaches, over S-SGD's.
-    steps_needed: float
-
-    @property
-    def speedup(self) -> float:
-        """In time to the accuracy that S-SGD reaches, over S-SGD on one worker of speed 1."""
-        return self.throughput / self.steps_needed
 
 
 @dataclass(frozen=True)
@@ -162,17 +139,6 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     return advice
 
 
-def soonest(candidates: Sequence[Candidate], hiding: Choice, least: int) -> Candidate | None:
-    """What hides its average, if it does so in rounds of ``least`` steps; else the fastest to S-SGD's accuracy."""
-    if not candidates:
-        return None
-    fastest = max(candidates, key=lambda candidate: candidate.speedup)
-    hides = next((c for c in candidates if Choice(c.payload, c.period, c.delay) == hiding), None)
-    if hides is not None and (hiding.period <= least or hides.speedup >= (1 - _AS_GOOD) * fastest.speedup):
-        return hides
-    return fastest
-
-
 def worker_counts(own: int) -> list[int]:
     """1, 2, 4, ... up to 64 at least, and the cluster's own."""
     counts = {own}
@@ -181,27 +147,6 @@ def worker_counts(own: int) -> list[int]:
         counts.add(n)
         n *= 2
     return sorted(counts)
-
-
-def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple[str, str]:
-    """The one that is fastest to S-SGD's accuracy, and why; S-SGD where others hardly gain; then CoCoD-SGD."""
-    known = {name: speedup for name, speedup in speedups.items() if speedup is not None}
-    if not known:
-        raise ConfigError("no algorithm can be simulated with this configuration; run cocod simulate to see why")
-    if num_workers == 1 and "ssgd" in known:
-        return "ssgd", "one worker: there is nobody to communicate with, and all algorithms are plain SGD"
-    fastest = max(known, key=lambda name: known[name])
-    ssgd = known.get("ssgd", 0.0)
-    if fastest == "ssgd":
-        return "ssgd", f"fastest to its accuracy: {ssgd:.2f}x one worker (expected); others need more steps than they save"
-    if ssgd >= (1 - _WORTH_IT) * known[fastest]:
-        return "ssgd", (
-            f"S-SGD is as good ({ssgd:.2f}x one worker, {fastest} {known[fastest]:.2f}x; expected), and its gradients are "
-            "exact"
-        )
-    chosen = "cocod" if known.get("cocod", 0.0) >= (1 - _AS_GOOD) * known[fastest] else fastest
-    gain = f", {known[chosen] / ssgd:.2f} times S-SGD" if ssgd else ""
-    return chosen, f"fastest to S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected)"
 
 
 class _Planner:
@@ -273,7 +218,8 @@ class _Planner:
         before = CODES[: CODES.index(choice.payload)]
         needed = ", ".join(f"{code} {self._why_not(self.times(cluster, code), shortest)}" for code in before)
         if choice.period > shortest:
-            return f"the shortest code: none hides in {rounds}; {needed}"
+            what = "the shortest code" if choice.payload == CODES[-1] else "of all codes the shortest rounds"
+            return f"{what}: none hides in {rounds}" + (f"; {needed}" if needed else "")
         return f"the longest code that hides in {rounds}" + (f"; {needed}" if needed else "")
 
     def _why_not(self, times: StepTimes, shortest: int) -> str:
@@ -320,7 +266,7 @@ class _Planner:
         periods = [k for k in _SHORTER if self.fragments <= k < choice.period]
         ways = [Choice(choice.payload, k, delay) for k in periods for delay in (None, 1)]
         found = [self.candidate(cluster, "cocod", way) for way in ways]
-        return soonest([c for c in found if c is not None], choice, self.fragments)
+        return max((c for c in found if c is not None), key=lambda candidate: candidate.speedup, default=None)
 
     def candidate(self, cluster: Cluster, algorithm: str, choice: Choice) -> Candidate | None:
         if algorithm_class(algorithm).reduces_gradients:
