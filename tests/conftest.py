@@ -25,6 +25,9 @@ settings.load_profile("repo")
 # As in every worker. The models are tiny: more threads only wait for each other, for most of a minute on a busy machine.
 torch.set_num_threads(1)
 
+# Importing wandb takes as long as a small run. Tests of what it is told take this away again.
+os.environ["WANDB_MODE"] = "disabled"
+
 ROOT = Path(__file__).parents[1]
 # The first torch optimizer imports inductor, which names its cache folder.
 _OWN_CHANGES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}

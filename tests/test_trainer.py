@@ -81,7 +81,8 @@ def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------- the real commands
 
 
-def test_cocod_train_prints_and_runs_the_accelerate_line(tmp_path: Path) -> None:
+def test_cocod_train_prints_and_runs_the_accelerate_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
     done = command("cocod", "train", "configs/quickstart.yaml", *TINY, "--workers", "2", f"output={tmp_path}", "name=tiny")
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[0]
@@ -361,11 +362,13 @@ def test_asynlocal_takes_steps_by_speed(tmp_path: Path) -> None:
 
 
 def test_an_earlier_run_of_the_same_name_is_not_touched(tmp_path: Path) -> None:
-    arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"output={tmp_path}", "name=twice", "logging.trackers=[]"]
+    arguments = [str(ROOT / "configs/quickstart.yaml"), *TINY, f"output={tmp_path}", "name=twice"]
     for _ in range(2):
         assert run_workers(2, as_launched, arguments, fresh=True) == [0, 0]
     assert read_summary(tmp_path / "twice")["name"] == "twice"
     assert read_summary(tmp_path / "twice-2")["name"] == "twice-2"
+    assert os.environ["WANDB_MODE"] == "disabled"
+    assert not (tmp_path / "twice" / "wandb").exists()
 
 
 def test_a_tracker_that_fails_warns_once_and_training_goes_on(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ class Follower:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
+            # What is compared does not come from wandb; a page that syncs its files needs them.
+            **({} if "wandb sync" in (ROOT / page).read_text() else {"WANDB_MODE": "disabled"}),
             "DS_ACCELERATOR": "cpu",  # else DeepSpeed, if it is installed, says on standard output that it has found no GPU
         }
 

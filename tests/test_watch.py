@@ -253,6 +253,7 @@ def test_wandb_is_told_what_the_run_folder_holds(tmp_path: Path) -> None:
         timeout=100,
         check=False,
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "WANDB_MODE"},
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

@@ -26,6 +26,8 @@ class Trackers:
         if not accelerator.is_main_process:
             return
         for name in config.logging.trackers:
+            if name == "wandb" and "disabled" in (config.logging.wandb_mode, os.environ.get("WANDB_MODE")):
+                continue  # importing it takes two seconds
             try:
                 self._trackers.append(_make(name, config, folder))
             except Exception as error:
