@@ -17,9 +17,11 @@ from accelerate.accelerator import Accelerator
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.comm.groups import default_group
+from cocod_accel.comm.watchdog import Watch, default_store, end_process
 from cocod_accel.config.loading import load_config, load_training_config, save_config
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.sync.peers import is_lost_peer
 from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.auto_code import keep_choice
@@ -27,7 +29,6 @@ from cocod_accel.trainer.calibration import calibrate
 from cocod_accel.trainer.resume_policy import Place, find_place
 from cocod_accel.trainer.steps import NonFiniteLossError
 from cocod_accel.trainer.trainer import Trainer
-from cocod_accel.trainer.watchdog import Watch, default_store, end_process
 from cocod_accel.trainer.work import Work
 
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 2, 1, 130, 143
@@ -104,7 +105,7 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
         try:
             yield watch
         except RuntimeError as error:
-            if "gloo" not in str(error) and "NCCL" not in str(error):
+            if not is_lost_peer(error):
                 raise
             found = watch.explain(config.cluster.dead_seconds)
             if found is None:

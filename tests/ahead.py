@@ -154,6 +154,8 @@ class Rig(devices.Torch):
         self.gate.set()
         #: The functions of the package in which the host has waited for a value.
         self.reads: list[str] = []
+        #: The collectives that were started.
+        self.started: list[str] = []
         #: The real one.
         self.all_reduce: Callable[..., Any] = dist.all_reduce
         self._of_group: dict[Any, Stream] = {}
@@ -219,6 +221,7 @@ class Rig(devices.Torch):
     def collective(self, real: Callable[..., Any], group: Any, *tensors: Tensor) -> Work:
         if group not in self._of_group:
             self._of_group[group] = self.new_stream()
+        self.started.append(real.__name__)
         stream = self._of_group[group]
         stream.wait_stream(self.current)
         seconds = self.seconds_of.get(group, self.transfer_seconds)

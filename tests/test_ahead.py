@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from typing import Any
 
@@ -17,6 +18,7 @@ from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.groups import node_group
 from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.steps import LossGuard, NonFiniteLossError
 from tests.ahead import Rig, ahead
 from tests.workers import run_workers
 
@@ -40,12 +42,16 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def begin(algorithm: Algorithm, rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def wrapped(inner: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
-    inner = options.get("inner")
     model = DistributedDataParallel(module, process_group=inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def begin(algorithm: Algorithm, rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    inner = options.get("inner")
+    model, optimizer = wrapped(inner)
     weight = 1 if isinstance(algorithm, AsynLocalSGD) or inner is not None else rank + 1
     return model, optimizer, attach(model, optimizer, algorithm, weight=weight, **options)
 
@@ -226,3 +232,100 @@ def test_gradients_inside_a_node_do_not_wait_for_an_average_between_nodes() -> N
     for cost, reads in run_workers(4, beside_nodes, fresh=True):
         assert cost == pytest.approx(0, abs=1e-6)
         assert reads == []
+
+
+#: Where the host waits for what was computed a round ago, if it is that far ahead.
+OLD = "comm/device.py:value"
+
+
+def asked(rank: int) -> tuple[list[tuple[int, bool, bool]], list[str]]:
+    """Worker 1 asks all to save at step 3, and to stop at step 6."""
+    model, optimizer, sync = begin(CoCoDSGD(2), rank)
+    guard = LossGuard(rank)
+    agreed: list[tuple[int, bool, bool]] = []
+    rig = Rig()
+    with ahead(rig):
+        sync.control.listen()
+        sync.control.guard = lambda: guard.check(sync.attempts)
+        for step, inputs in enumerate(torch.randn(14, 8, 6), start=1):
+            train(model, optimizer, [inputs], rig)
+            guard.note(inputs.new_full((), 0.5))
+            if rank == 1 and step in (3, 6):
+                sync.control.request(save=step == 3, stop=step == 6)
+            wishes = sync.control.agreed()
+            if wishes.stop or wishes.save:
+                agreed.append((step, wishes.stop, wishes.save))
+                if wishes.stop:
+                    break
+        reads = list(rig.reads)
+    sync.detach()
+    return agreed, [read for read in reads if read != OLD]
+
+
+def test_votes_are_agreed_at_one_step_without_waiting_for_the_device() -> None:
+    """A vote of step 3 travels from 4 to 6, and counts on a device one round later."""
+    assert run_workers(2, asked, fresh=True) == [([(8, False, True), (12, True, False)], [])] * 2
+
+
+def not_finite(rank: int) -> tuple[int, list[str]]:
+    guard = LossGuard(rank)
+    rig = Rig()
+    with ahead(rig):
+        step = 0
+        try:
+            for step in range(1, 9):
+                guard.note(torch.full((), math.nan if step == 3 else 0.5))
+                if step % 2 == 0:
+                    guard.check(step)
+        except NonFiniteLossError as error:
+            return step, [str(error), *(read for read in rig.reads if read != OLD)]
+    return 0, []
+
+
+def test_a_loss_that_is_not_finite_is_told_a_round_later() -> None:
+    found = "worker 0: the loss is not finite at step 3; lower the learning rate"
+    assert run_workers(1, not_finite, fresh=True) == [(6, [found])]
+
+
+#: Where the host may wait for the device, outside of steps and the ends of rounds, and why.
+MAY_WAIT = {
+    "comm/agreement.py:bytes_of": "attach compares checksums",
+}
+
+
+def whole_life(rank: int, names: list[str]) -> list[tuple[str, str]]:
+    """Which functions wait, in which call of the loop."""
+    found: set[tuple[str, str]] = set()
+    for name in names:
+        rig = Rig(0.001)
+        model, optimizer = wrapped()
+        with ahead(rig):
+            seen = 0
+
+            def since(call: str, rig: Rig = rig) -> None:
+                nonlocal seen
+                found.update((call, function) for function in rig.reads[seen:])
+                seen = len(rig.reads)
+
+            sync = attach(model, optimizer, ALGORITHMS[name])
+            since("attach")
+            train(model, optimizer, torch.randn(7, 8, 6), rig)
+            since("steps")
+            with sync.averaged():
+                since("averaged")
+            state = sync.state_dict()
+            since("state_dict")
+            sync.load_state_dict(state)
+            since("load_state_dict")
+            sync.finish()
+            since("finish")
+            sync.stats()
+            since("stats")
+        sync.detach()
+    return sorted(found)
+
+
+def test_where_the_host_waits_is_known() -> None:
+    for found in run_workers(2, whole_life, list(ALGORITHMS), fresh=True):
+        print(found)
+        assert found == sorted(MAY_WAIT)

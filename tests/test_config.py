@@ -346,7 +346,7 @@ def test_what_may_differ_between_runs() -> None:
     }
     assert keys_that_may_differ(Affects.CELL) == {
         *nowhere,
-        "evaluation.targets",
+        *("evaluation.targets", "cluster.ctas"),
         *in_sections("logging", "checkpoint", "emulate"),
     }
 

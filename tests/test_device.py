@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from cocod_accel import CoCoDSGD
+from cocod_accel import CoCoDSGD, attach
 from cocod_accel.averaging.coder import Coder
 from cocod_accel.averaging.flat import FlatCopy, square_sums
 from cocod_accel.comm import device as devices
@@ -18,7 +20,7 @@ from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.groups import private_group
 from cocod_accel.comm.in_process import InProcessGroup
 from tests.ahead import Rig, ahead
-from tests.test_ahead import begin, train
+from tests.test_ahead import begin, train, wrapped
 from tests.workers import run_workers
 
 GIB = 1 << 30
@@ -135,3 +137,69 @@ def test_random_numbers_of_any_accelerator_are_kept(monkeypatch: pytest.MonkeyPa
     Module.state = torch.tensor([9], dtype=torch.uint8)
     rng.set_random_state(kept)
     assert Module.state.tolist() == [1, 2]
+
+
+class WithNccl:
+    """A group whose GPUs are connected by NCCL, as torch describes it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked: dict[str, Any] = {}
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        patch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+        patch.setattr(dist, "get_world_size", lambda group=None: 2)
+        patch.setattr(dist, "new_group", lambda ranks, **options: self.asked.update(options))
+
+
+def test_averages_on_gpus_have_a_stream_of_their_own_few_blocks_and_the_users_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch is asked for; it was not run on a GPU."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch knows no NCCL")
+    group = WithNccl(monkeypatch)
+    monkeypatch.setattr("cocod_accel.comm.groups._timeout_of", lambda group: timedelta(seconds=77))
+    private_group(group, device=torch.device("cuda", 0), ctas=6)
+    options = group.asked["pg_options"]
+    assert group.asked["backend"] == "nccl"
+    assert (options.is_high_priority_stream, options.config.max_ctas, options.config.min_ctas) == (True, 6, 4)
+    assert options._timeout == group.asked["timeout"] == timedelta(seconds=77)
+    private_group(group, device=torch.device("cuda", 0))
+    assert group.asked["pg_options"].config.max_ctas < 0, "NCCL's own choice"
+    private_group(group)
+    assert group.asked["pg_options"] is None
+
+
+def test_an_older_torch_is_asked_for_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        is_high_priority_stream = False
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Old", (), {"Options": Options}), raising=False)
+    group = WithNccl(monkeypatch)
+    monkeypatch.setattr("cocod_accel.comm.groups._timeout_of", lambda group: None)
+    private_group(group, device=torch.device("cuda", 0), ctas=4)
+    assert group.asked["pg_options"].is_high_priority_stream
+
+
+def warmed(rank: int) -> list[list[str]]:
+    found = []
+    for algorithm in (CoCoDSGD(2), CoCoDSGD(2, payload="int8")):
+        model, optimizer = wrapped()
+        rig = Rig(0.001)
+        with ahead(rig):
+            sync = attach(model, optimizer, algorithm)
+            found.append(sorted(set(rig.started)))
+        sync.detach()
+    return found
+
+
+def test_groups_are_connected_at_attach() -> None:
+    """NCCL would connect at the first round, which is then seconds late."""
+    everything = ["all_gather_into_tensor", "all_reduce", "all_to_all_single"]
+    assert run_workers(2, warmed, fresh=True) == [[["all_reduce"], everything]] * 2
+
+
+@pytest.mark.parametrize("ctas", [0, 65, 4.0, "4", True])
+def test_a_wrong_number_of_blocks_is_refused(ctas: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"ctas=.*: must be a number from 1 to 64, or None"):
+        attach(model, torch.optim.SGD(model.parameters(), 0.1), CoCoDSGD(2), ctas=ctas)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ ROW_BYTES = 8
 _NUMBERS = 64
 # A device that is further behind than so many averages is waited for.
 _MOST_UNREAD = 8
+
+
+#: To stop, to save.
+Votes: TypeAlias = tuple[bool, bool]
+_Read: TypeAlias = Callable[[Tensor], Votes]
 
 
 class Kind(IntEnum):
@@ -124,29 +130,45 @@ def _described(kind: int, number: int, who: str = "the other worker") -> str:
 
 
 class Arrivals:
-    """Headers that have arrived. Reading them waits for a device, so there they are read when they have come to the host."""
+    """Headers that have arrived. Reading them waits for a device, so there they are read once they have come to the host.
+
+    Votes must count on all workers after the same round, so ``votes``: those of a device are read when the next ones arrive.
+    """
 
     def __init__(self) -> None:
-        self._unread: deque[tuple[Callable[[Tensor], tuple[bool, bool]], list[Fetch]]] = deque()
+        self._unread: deque[tuple[_Read, list[Fetch]]] = deque()
 
-    def check(
-        self, read: Callable[[Tensor], tuple[bool, bool]], slots: Sequence[Tensor], *, at_once: bool = False
-    ) -> tuple[bool, bool]:
-        """The votes of the headers in ``slots``, or (False, False) if they are read later; ``at_once``: they are not."""
-        while self._unread and (len(self._unread) >= _MOST_UNREAD or all(slot.has_come for slot in self._unread[0][1])):
-            self._read_first()
-        if not at_once and any(runs_ahead(slot.device) for slot in slots):
+    def check(self, read: _Read, slots: Sequence[Tensor], *, votes: bool = False, at_once: bool = False) -> Votes:
+        """The votes known now: of the headers in ``slots``, or on a device those before them; ``at_once``: of both."""
+        is_late = not at_once and any(runs_ahead(slot.device) for slot in slots)
+        found = (False, False)
+        while self._unread and (at_once or votes or len(self._unread) >= _MOST_UNREAD or self._has_come):
+            found = _any(found, self._read_first())
+        if is_late:
             self._unread.append((read, [Fetch(slot) for slot in slots]))
-            return False, False
-        votes = [read(slot) for slot in slots]
-        return any(stop for stop, _ in votes), any(save for _, save in votes)
-
-    def settle(self) -> None:
-        """Read all that has been put off."""
-        while self._unread:
-            self._read_first()
-
-    def _read_first(self) -> None:
-        read, slots = self._unread.popleft()
+            return found
         for slot in slots:
-            read(slot.value())
+            found = _any(found, read(slot))
+        return found
+
+    def settle(self) -> Votes:
+        """Read all that has been put off."""
+        found = (False, False)
+        while self._unread:
+            found = _any(found, self._read_first())
+        return found
+
+    @property
+    def _has_come(self) -> bool:
+        return all(slot.has_come for slot in self._unread[0][1])
+
+    def _read_first(self) -> Votes:
+        read, slots = self._unread.popleft()
+        found = (False, False)
+        for slot in slots:
+            found = _any(found, read(slot.value()))
+        return found
+
+
+def _any(one: Votes, other: Votes) -> Votes:
+    return one[0] or other[0], one[1] or other[1]

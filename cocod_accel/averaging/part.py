@@ -108,7 +108,7 @@ class Part:
         self.drift = Drift()
         self._in_flight: _InFlight | None = None
         self._pair: tuple[FlatCopy, FlatCopy] | None = None
-        self._arrivals = Arrivals()
+        self._arrivals, self._ballots = Arrivals(), Arrivals()
         is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
         #: z, where it is more than the last mean.
         self.point = Point(self.parameters, self.rule.outer) if is_needed else None
@@ -234,7 +234,7 @@ class Part:
     def settle(self) -> None:
         """Take in what is in flight with all of this worker's own steps, because the run stops here for a while."""
         self.merge()
-        self._arrivals.settle()
+        self._settle_votes()
         if self._has_left_out and self._left_out is not None:
             for segment in self._left_out.segments:
                 torch._foreach_add_(segment.tensors, segment.views)
@@ -265,7 +265,7 @@ class Part:
     def state(self) -> dict[str, Any]:
         """Waits for what is in flight; starts no collective."""
         self.land()
-        self._arrivals.settle()
+        self._settle_votes()
         flight = self._in_flight
         left_out = self._left_out.clone_buffers() if self._left_out is not None and self._has_left_out else None
         return {
@@ -359,23 +359,31 @@ class Part:
             assert self.point is not None
             for coder, centre, mean in zip(self._coders, self.point.cores, flight.total.cores, strict=True):
                 coder.decode(centre, mean)
-        if flight.ballot is not None and self.ballot is not None:
-            stop, save = (flight.ballot > 0).tolist()
-            self.ballot.count(stop, save)
+        if flight.ballot is not None:
+            self._count(self._ballots.check(_votes_in, [flight.ballot], votes=True, at_once=self.kind is not Kind.ROUND))
 
     def _check_headers(self, flight: _InFlight, header: Header) -> None:
         assert flight.total.header is not None
         slots = [rows for coder in self._coders for rows in coder.headers] if flight.is_coded else [flight.total.header]
         read = header.read_rows if flight.is_coded else header.read
-        # In a round where nobody votes, a device need not be waited for.
-        votes = self._arrivals.check(read, slots, at_once=self.ballot is not None or self.kind is not Kind.ROUND)
+        travel = self.ballot is not None and flight.ballot is None
+        self._count(self._arrivals.check(read, slots, votes=travel, at_once=self.kind is not Kind.ROUND))
+
+    def _settle_votes(self) -> None:
+        for arrivals in (self._arrivals, self._ballots):
+            self._count(arrivals.settle())
+
+    def _count(self, votes: tuple[bool, bool]) -> None:
         if self.ballot is not None:
             self.ballot.count(*votes)
 
     def _ask_everyone(self, flight: _InFlight, device: torch.device) -> None:
         """The workers of a node send different shares of the model, and have votes of their own."""
         if self.ballot is not None:
-            flight.ballot = torch.tensor(self.ballot.cast(), dtype=torch.float32, device=device)
+            flight.ballot = torch.zeros(2, device=device)
+            for place, vote in zip(flight.ballot, self.ballot.cast(), strict=True):
+                if vote:  # filled in place: a copy from the host would wait for a device
+                    place.fill_(1)
             flight.beside.append(self.route.everyone.launch([flight.ballot]))
 
     def _divisor(self, flight: _InFlight, segment: Segment) -> float:
@@ -403,6 +411,11 @@ class Part:
         first, second = (FlatCopy(self.parameters, extras, header_size=SUM_SIZE) for _ in range(2))
         self._pair = first, second
         return self._pair
+
+
+def _votes_in(ballot: Tensor) -> tuple[bool, bool]:
+    stop, save = (ballot > 0).tolist()
+    return bool(stop), bool(save)
 
 
 def _check_sizes(what: str, values: Sequence[Tensor], expected: list[int]) -> None:

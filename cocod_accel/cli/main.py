@@ -11,10 +11,10 @@ import select
 import sys
 
 from cocod_accel import __version__
-from cocod_accel.cli import compare, doctor, plan, reproduce, simulate, trace, train, watch
+from cocod_accel.cli import compare, doctor, plan, reproduce, selftest, simulate, trace, train, watch
 from cocod_accel.cli import list as list_command
 
-_COMMANDS = (train, compare, watch, trace, simulate, plan, reproduce, doctor, list_command)
+_COMMANDS = (train, compare, watch, trace, simulate, plan, reproduce, selftest, doctor, list_command)
 
 
 def main(arguments: list[str] | None = None) -> int:

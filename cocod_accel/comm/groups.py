@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from cocod_accel.comm.device import Moment, Reached, beside, order, runs_ahead
 from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total
+
+_HOST = torch.device("cpu")
 
 
 class TorchComm:
@@ -55,6 +57,17 @@ class TorchComm:
     def let_go(self, seconds: float) -> None:
         if self._last is not None:
             self._last.let_go(seconds)
+
+    def warm_up(self, device: torch.device) -> None:
+        """Connect now what NCCL connects at the first use, which takes seconds; gloo's groups are connected already."""
+        if runs_ahead(device):
+            rows = torch.zeros(self.size, 1, device=device)
+            works: list[Any] = [dist.all_reduce(rows, group=self.group, async_op=True)]
+            if self._gathers is not None:
+                works.append(dist.all_to_all_single(torch.empty_like(rows), rows, group=self.group, async_op=True))
+                works.append(dist.all_gather_into_tensor(rows.clone().view(-1), rows[0], group=self._gathers, async_op=True))
+            for work in works:
+                work.wait()
 
     def _gather(self, parts: Sequence[Exchange]) -> list[Any]:
         works = []
@@ -210,6 +223,10 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
+#: The ranks of a node, whether there are exchanges, and the blocks of threads of an average.
+ChannelKey: TypeAlias = tuple[tuple[int, ...], bool, int | None]
+
+
 @dataclass(frozen=True)
 class Channels:
     """Who a worker communicates with, each on process groups that nobody else uses, so that no other order can mix in."""
@@ -222,16 +239,37 @@ class Channels:
     everyone: Communicator
 
     @classmethod
-    def open(cls, group: Any, node_ranks: Sequence[int], peers: Sequence[int], *, exchanges: bool = False) -> Channels:
-        """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this."""
+    def open(
+        cls,
+        group: Any,
+        node_ranks: Sequence[int],
+        peers: Sequence[int],
+        *,
+        exchanges: bool = False,
+        device: torch.device = _HOST,
+        ctas: int | None = None,
+    ) -> Channels:
+        """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this.
+
+        ``ctas``: of an NCCL kernel between nodes, beside which something is computed; None: as many as NCCL likes.
+        """
         is_flat = len(node_ranks) == 1
-        everyone = TorchComm(private_group(group), private_group(group) if exchanges and is_flat else None)
+
+        def between(ranks: Sequence[int] | None = None) -> Any:
+            return private_group(group, ranks, device=device, ctas=ctas)
+
         if is_flat:
+            everyone = TorchComm(between(), between() if exchanges else None)
+            everyone.warm_up(device)
             return cls(everyone, None, everyone)
-        inside, gathers = (private_group(group, node_ranks) for _ in range(2))
+        everyone = TorchComm(private_group(group, device=device))
+        inside, gathers = (private_group(group, node_ranks, device=device) for _ in range(2))
         outer: Communicator = SoloComm()
         if len(peers) > 1:
-            outer = TorchComm(private_group(group, peers), private_group(group, peers) if exchanges else None)
+            outer = TorchComm(between(peers), between(peers) if exchanges else None)
+            outer.warm_up(device)
+        for comm in (TorchComm(inside, gathers), everyone):
+            comm.warm_up(device)
         return cls(TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
 
     @classmethod
@@ -239,12 +277,39 @@ class Channels:
         return cls(SoloComm(), None, SoloComm())
 
 
-def private_group(group: Any, ranks: Sequence[int] | None = None) -> Any:
+def private_group(
+    group: Any, ranks: Sequence[int] | None = None, *, device: torch.device = _HOST, ctas: int | None = None
+) -> Any:
     """A new process group with the members of ``group``, or with some of them; every one of those must call this."""
     ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
     is_part = len(ranks) < dist.get_world_size()
+    timeout = _timeout_of(group)
+    options = _nccl_options(timeout, ctas) if device.type == "cuda" and "cuda:nccl" in _backends_of(group) else None
+    backend = None if options is None else "nccl"
     with _connected_lazily() if is_part else contextlib.nullcontext():
-        return dist.new_group(ranks, timeout=_timeout_of(group), use_local_synchronization=is_part)
+        return dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=is_part)
+
+
+def _backends_of(group: Any) -> str:
+    """Such as "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(group))
+
+
+def _nccl_options(timeout: timedelta | None, ctas: int | None) -> Any:
+    """A stream whose kernels come first: a transfer that waits for computing ends too late. And few blocks of threads, which
+    computing can then not use. Not run on a GPU; what the installed torch does not know is left out."""
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    if kind is None:
+        return None
+    options = kind.Options()
+    options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout
+    config: Any = getattr(options, "config", None)
+    if ctas is not None and hasattr(config, "max_ctas"):
+        config.max_ctas = ctas
+        config.min_ctas = min(ctas, 4)
+    return options
 
 
 @contextlib.contextmanager

@@ -179,6 +179,8 @@ class ClusterConfig:
     dead_seconds: float = field(default=30.0, metadata=positive() | affects(Affects.CELL))
     #: How long a worker may be silent before it counts as frozen and ends the run on all others.
     frozen_seconds: float = field(default=120.0, metadata=positive() | affects(Affects.CELL))
+    #: Blocks of threads (CTAs) that an average may occupy on a GPU, beside computing; null: NCCL's own choice.
+    ctas: int | None = field(default=4, metadata=at_least(1) | affects(Affects.FIGURES))
 
 
 @dataclass

@@ -29,6 +29,7 @@ def attach(
     *,
     weight: float = 1,
     inner: Any = None,
+    ctas: int | None = 4,
 ) -> Sync:
     """Train ``model`` with ``algorithm`` in a loop that stays as it is.
 
@@ -40,13 +41,14 @@ def attach(
         weight: this worker's batch size M_i; the mean model is sum_j M_j x_j / sum_j M_j.
         inner: the process group of the workers on this worker's node. They sum their gradients in every step, and the
             algorithm runs between nodes. Groups must be of equal size.
+        ctas: how many blocks of threads (CTAs) an average between nodes may occupy on a GPU, with NCCL; None: its choice.
 
     Every worker must call this at the same point. What is wrong on one worker is raised on all of them.
     """
     problem: Exception | None = None
     subject: Subject | None = None
     try:
-        subject = Subject.examine(model, optimizer, algorithm, weight, inner)
+        subject = Subject.examine(model, optimizer, algorithm, weight, inner, ctas)
     except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
         problem = error
     apparent = group_of(model) if inner is None else default_group()
@@ -64,9 +66,10 @@ def attach(
         router = subject.router
         assert router is not None
         if not all(report.has_channels for report in reports):  # the same answer on every worker
-            exchanges = algorithm.payload != "fp32"
-            router.channels = Channels.open(group, nodes.node_ranks, nodes.peers, exchanges=exchanges)
-            router.channels_of = subject.node, exchanges
+            _, exchanges, few = router.channels_of = subject.channels
+            router.channels = Channels.open(
+                group, nodes.node_ranks, nodes.peers, exchanges=exchanges, device=subject.device, ctas=few
+            )
         assert router.channels is not None
         channels = router.channels
         rest_before_exit()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.comm.device import is_capturing
-from cocod_accel.comm.groups import Channels, launch_like_ddp
+from cocod_accel.comm.groups import ChannelKey, Channels, launch_like_ddp
 from cocod_accel.comm.handles import Handle
 from cocod_accel.sync.deepspeed import is_engine
 
@@ -109,9 +109,9 @@ class HookRouter:
     """
 
     def __init__(self, process_group: Any = None, num_parameters: int | None = None) -> None:
-        #: Process groups of this model's own, and the node they were opened for.
+        #: Process groups of this model's own, and what they were opened for.
         self.channels: Channels | None = None
-        self.channels_of: tuple[tuple[int, ...], bool] | None = None
+        self.channels_of: ChannelKey | None = None
         self.barrier: Any = None
         self._method: Callable[[], Algorithm | None] = _none
         self._stock = _StockMean(process_group)

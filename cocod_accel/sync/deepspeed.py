@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm, Bucket
-from cocod_accel.comm.groups import Channels
+from cocod_accel.comm.groups import ChannelKey, Channels
 
 ROUTERS: WeakKeyDictionary[Any, EngineRouter] = WeakKeyDictionary()
 
@@ -71,9 +71,9 @@ class EngineRouter:
     barrier = None
 
     def __init__(self, engine: Any) -> None:
-        #: Process groups of this model's own, and the node they were opened for.
+        #: Process groups of this model's own, and what they were opened for.
         self.channels: Channels | None = None
-        self.channels_of: tuple[tuple[int, ...], bool] | None = None
+        self.channels_of: ChannelKey | None = None
         self._engine = engine
         self._was_on = bool(engine.enable_backward_allreduce)
         #: The largest norm of a gradient; 0: any.

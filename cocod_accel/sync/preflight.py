@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from cocod_accel.algorithms import Algorithm, PipeSGD
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import bytes_of
-from cocod_accel.comm.groups import default_group
+from cocod_accel.comm.groups import ChannelKey, default_group
 from cocod_accel.sync import deepspeed as engines
 from cocod_accel.sync.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 from cocod_accel.sync.deepspeed import EngineRouter, check_engine, is_engine
@@ -49,6 +49,8 @@ class Subject:
     signature: str
     #: The ranks of this worker's node; (): it has said nothing of nodes.
     node: tuple[int, ...] = ()
+    #: What its process groups must be for.
+    channels: ChannelKey = ((), False, None)
 
     @property
     def device(self) -> torch.device:
@@ -57,11 +59,21 @@ class Subject:
         return torch.device("cpu") if parameter is None else parameter.device
 
     @classmethod
-    def examine(cls, model: nn.Module, optimizer: Any, algorithm: Algorithm, weight: object, inner: Any = None) -> Subject:
+    def examine(
+        cls,
+        model: nn.Module,
+        optimizer: Any,
+        algorithm: Algorithm,
+        weight: object,
+        inner: Any = None,
+        ctas: int | None = None,
+    ) -> Subject:
         if not isinstance(algorithm, Algorithm):
             hint = f"pass {algorithm.__name__}(...)" if isinstance(algorithm, type) else "pass e.g. CoCoDSGD(period=5)"
             raise TypeError(f"algorithm={algorithm!r} is not an algorithm; {hint}")
         check_weight(weight)
+        if ctas is not None and not (type(ctas) is int and 1 <= ctas <= 64):
+            raise ValueError(f"ctas={ctas!r}: must be a number from 1 to 64, or None for NCCL's own choice; 4 to 8 is usual")
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         module, ddp = unwrap(model)
@@ -115,6 +127,8 @@ class Subject:
             buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers() if name not in ignored},
             signature=_signature(module, kept),
             node=node,
+            # Gradients keep all the links that they can get.
+            channels=(node, algorithm.payload != "fp32", None if algorithm.reduces_gradients else ctas),
         )
 
     @property
@@ -187,8 +201,7 @@ class Report:
             node=subject.node,
             own_period=str(algorithm.period),
             options={name: str(getattr(algorithm, name)) for name in algorithm.options},
-            has_channels=subject.router is not None
-            and subject.router.channels_of == (subject.node, algorithm.payload != "fp32"),
+            has_channels=subject.router is not None and subject.router.channels_of == subject.channels,
         )
 
 

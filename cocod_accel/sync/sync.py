@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from cocod_accel.sync.control import Control
 from cocod_accel.sync.ddp import LocalPhase
 from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.nodes import Nodes
+from cocod_accel.sync.peers import PeerWatch
 from cocod_accel.sync.preflight import ATTACHED, Report, Subject, check_weights, described, raise_problems
 from cocod_accel.sync.step_counter import AttemptCounter, places_in_backward
 from cocod_accel.sync.watcher import LoopWatcher
@@ -81,6 +83,7 @@ class Sync:
         places = places_in_backward(subject.trainable) if _has_stages(algorithm, channels) else []
         self._counter = AttemptCounter(subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places)
         self._control = Control(self)
+        self._peers: PeerWatch | None = None
         ATTACHED.add(subject.module)
         if self._inside is not None:
             self._inside.start(equal=len({reports[rank].trainable_digest for rank in nodes.node_ranks}) == 1)
@@ -124,6 +127,17 @@ class Sync:
         self.finish()
         self._set_weights(weights)
 
+    def watch(self, frozen_seconds: float = 60.0) -> None:
+        """From now on, if a worker dies, fails, or is silent for ``frozen_seconds``, all others name it and end.
+
+        Without it they wait for the process group's timeout. It lasts until ``detach()`` or the end of the process.
+        """
+        self._check_usable("watch()")
+        if not (isinstance(frozen_seconds, int | float) and frozen_seconds > 0):
+            raise ValueError(f"watch(frozen_seconds={frozen_seconds!r}): must be a number of seconds above 0")
+        if self._peers is None and self.num_workers > 1:
+            self._peers = PeerWatch(self, frozen_seconds)
+
     def stats(self) -> Stats:
         """Counters since attach (or since the run that was resumed began). ``averaged()`` is not counted.
 
@@ -164,6 +178,8 @@ class Sync:
         if self._is_attached:
             self._driver.replica.route.comm.let_go(_LET_GO_SECONDS)
         self._remove()
+        if self._peers is not None and sys.exc_info()[0] is None:  # else it must still say who made this worker fail
+            self._peers.stop()
 
     def _remove(self) -> None:
         if self._is_attached:

@@ -28,8 +28,9 @@ class Votes:
         self._wishes.stop, self._wishes.save = self._wishes.stop or stop, self._wishes.save or save
 
     def cast(self) -> tuple[int, int]:
-        """This worker's votes, 0 or 1 each, to stop and to save."""
-        return int(self._wishes.stop), int(self._wishes.save)
+        """This worker's votes, 0 or 1 each, to stop and to save; a wish to save is cast once, or it would count twice."""
+        save, self._wishes.save = self._wishes.save, False
+        return int(self._wishes.stop), int(save)
 
     def count(self, stop: bool, save: bool) -> None:
         """Whether any worker has voted so; every worker counts the same at the same round."""

@@ -46,6 +46,8 @@ class Images:
         inputs, labels = self.inputs[indices], self.labels[indices]
         if self.augment and generator is not None:
             inputs = crop_and_flip(inputs, generator)
+        if device.type == "cuda":  # from other memory, a copy waits for the device
+            inputs, labels = inputs.pin_memory(), labels.pin_memory()
         inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         if inputs.dtype == torch.uint8:
             mean, std = _bytes_on(self.mean, device), _bytes_on(self.std, device)

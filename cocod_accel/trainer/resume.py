@@ -146,7 +146,7 @@ class Resumption:
         worker, at = self.worker, self.worker.at
         worker.now_at(f"the checkpoint of step {at.step}")
         begin = time.perf_counter()
-        worker.check_losses()
+        worker.guard.check(at.step, at_once=True)
         was_running = worker.clock.is_running
         worker.clock.stop()
         self._recorder.write_spans()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.checkpoint.rng import kept_randomness
+from cocod_accel.comm.device import Fetch, runs_ahead
 from cocod_accel.config.settings import Config
 from cocod_accel.tasks import Task
 from cocod_accel.tasks.data import batches
@@ -28,10 +29,40 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 def check_finite(losses: Sequence[Tensor], rank: int, step: int) -> None:
     """Raise if one of a worker's last losses, up to ``step``, was not finite; synchronises with the device once."""
     if losses:
-        finite = torch.isfinite(torch.stack(list(losses)))
-        if not bool(finite.all()):
-            first = step - len(losses) + 1 + int((~finite).nonzero()[0, 0])
-            raise NonFiniteLossError(f"worker {rank}: the loss is not finite at step {first}; lower the learning rate")
+        _raise_unless(torch.isfinite(torch.stack(list(losses))).tolist(), rank, step)
+
+
+def _raise_unless(finite: Sequence[bool], rank: int, step: int) -> None:
+    if not all(finite):
+        first = step - len(finite) + 1 + finite.index(False)
+        raise NonFiniteLossError(f"worker {rank}: the loss is not finite at step {first}; lower the learning rate")
+
+
+class LossGuard:
+    """Raises if a loss is not finite: on a CPU before this worker's model enters an average.
+
+    A device would have to be waited for, so there it is asked at each round's end and answers at the next. A model that
+    is not finite is then in one average at most, and in no checkpoint: whoever saves one looks ``at_once``.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._losses: list[Tensor] = []
+        self._asked: tuple[Fetch, int] | None = None
+
+    def note(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def check(self, step: int, *, at_once: bool = False) -> None:
+        """Look at the losses since the last call, the last of which is that of ``step``."""
+        losses, self._losses = self._losses, []
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            _raise_unless(asked[0].value().tolist(), self._rank, asked[1])
+        if losses and not at_once and runs_ahead(losses[0].device):
+            self._asked = Fetch(torch.isfinite(torch.stack(losses))), step
+        else:
+            check_finite(losses, self._rank, step)
 
 
 def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: int, device: torch.device) -> list[float]:

@@ -33,6 +33,7 @@ from typing import Any
 from accelerate.accelerator import Accelerator
 from torch import nn
 
+from cocod_accel.comm.watchdog import Watch
 from cocod_accel.config.settings import Config
 from cocod_accel.runs.folder import RunFolder
 from cocod_accel.tasks import Task
@@ -42,7 +43,6 @@ from cocod_accel.trainer.recorder import Recorder
 from cocod_accel.trainer.resume import Resumption
 from cocod_accel.trainer.resume_policy import Place
 from cocod_accel.trainer.steps import evaluation_row, score
-from cocod_accel.trainer.watchdog import Watch
 from cocod_accel.trainer.work import Position
 from cocod_accel.trainer.worker import Worker
 
@@ -125,7 +125,7 @@ class Trainer:
             self._set_learning_rate(epoch + index / steps)
             worker.optimizer.zero_grad()
             loss = worker.loss(inputs, labels)
-            worker.unchecked.append(loss.detach())
+            worker.guard.note(loss)
             at.step += 1
             at.index += 1
             at.samples += len(labels)
@@ -146,7 +146,7 @@ class Trainer:
                 if agreed.stop:
                     self.is_stopped = True
                     break
-        worker.check_losses()
+        worker.guard.check(at.step, at_once=True)
         worker.clock.stop()
 
     def _set_learning_rate(self, epoch: float) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.comm.groups import node_group
+from cocod_accel.comm.watchdog import Watch
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.runs.clock import TimeToAccuracy, TrainingClock
@@ -24,8 +25,7 @@ from cocod_accel.trainer.auto_code import choose_code
 from cocod_accel.trainer.calibration import TIMED_SECONDS, sample_steps
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
-from cocod_accel.trainer.steps import check_finite, loss_of
-from cocod_accel.trainer.watchdog import Watch
+from cocod_accel.trainer.steps import LossGuard, loss_of
 from cocod_accel.trainer.work import Position, Work
 
 
@@ -37,6 +37,7 @@ class Worker:
     ) -> None:
         self.config, self.task, self.accelerator, self._watch = config, task, accelerator, watch
         self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
+        self.guard = LossGuard(self.rank)
         self.work = Work.of(config, task.num_train, self.rank)
         inner = node_group(config.cluster.workers_per_replica)
         self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner)
@@ -48,7 +49,7 @@ class Worker:
             self.sync = self._attach(inner)
         if config.logging.spans:
             self.sync.control.record_spans()
-        self.sync.control.guard = self.check_losses
+        self.sync.control.guard = lambda: self.guard.check(self.step)
         self.sync.control.listen()
         self.pace = Pace(
             is_on=config.emulate.slowdown is not None or config.cluster.replan_epochs is not None or config.has_auto_period,
@@ -60,15 +61,15 @@ class Worker:
         self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
         #: The sum of this epoch's losses.
         self.losses = torch.zeros((), device=accelerator.device)
-        #: Losses that have not been checked yet.
-        self.unchecked: list[Tensor] = []
         #: Of the random crops and flips.
         self.generator = torch.Generator()
 
     def _attach(self, inner: Any) -> Sync:
         try:
             weight = self.work.plan.weights[self.rank]
-            sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner)
+            sync = attach(
+                self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner, ctas=self.config.cluster.ctas
+            )
         except (TypeError, ValueError) as error:  # on all workers
             raise ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}") from error
         if self.config.link is not None:
@@ -119,11 +120,6 @@ class Worker:
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         with self.accelerator.autocast():
             return loss_of(self.model, inputs, labels)
-
-    def check_losses(self) -> None:
-        """Raise if a loss since the last call was not finite. Keeps such a model out of every average."""
-        losses, self.unchecked = self.unchecked, []
-        check_finite(losses, self.rank, self.step)
 
     def all_steps(self, epoch: int) -> list[int]:
         """The steps of every worker in an epoch; after the last epoch, those of the last."""
