@@ -113,7 +113,8 @@ def test_two_nodes_train_one_model_into_one_folder(first: Trained) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("start", [pytest.param(deepspeed, marks=pytest.mark.slow), pods])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [deepspeed, pods])
 def test_however_they_are_started_it_is_the_same_model(start: Start, lab: Lab, first: Trained, tmp_path: Path) -> None:
     trained(start, lab, tmp_path)
     expected, found = read_summary(first.folder / "run"), read_summary(tmp_path / "run")
@@ -129,6 +130,7 @@ def two_machine_blocks(title: str = "Two machines") -> list[list[str]]:
     return [logical_lines(block.text) for block in read_blocks(section) if block.language == "bash"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_tutorials_lines_work_as_written(lab: Lab, tmp_path: Path) -> None:
     """Nothing is changed but the address and the folder, which stand for the reader's own, and how long it trains."""

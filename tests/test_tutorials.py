@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from cocod_accel.cli.main import parse
 from cocod_accel.config.loading import load_training_config
 from cocod_accel.config.settings import Config
 from tests.blocks import DRY_RUN, NUMBERS_AND_ORDER_VARY, NUMBERS_VARY, Block, BlockError, difference, patched, read_blocks
@@ -29,6 +30,8 @@ PAGES = [
     "docs/quickstart.md",
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/tutorials").glob("*.md"))),
 ]
+#: A minute or more each: ``make test`` only checks their commands, and ``make test-slow`` follows them.
+SLOW_PAGES = ("docs/tutorials/choose_period.md", "docs/tutorials/compare.md", "docs/tutorials/mixed_gpus.md")
 #: What one block may take, on a machine that is busy with other things.
 BLOCK_SECONDS, PAGE_SECONDS = 180, 500
 #: Set up or test everything: that make knows how is enough here.
@@ -286,9 +289,23 @@ def check_run(module: str, arguments: list[str], num_processes: int) -> Config:
 
 
 @pytest.mark.timeout(PAGE_SECONDS)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow) if page in SLOW_PAGES else page for page in PAGES]
+)
 def test_a_page_does_what_it_says(page: str, follow: Callable[[str], Follower]) -> None:
     follow(page)
+
+
+@pytest.mark.parametrize("page", SLOW_PAGES)
+def test_a_slow_page_names_commands_options_and_settings_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    lines = [line for block in read_blocks(text) if block.language == "bash" for line in logical_lines(block.text)]
+    commands = [match.group(1) for line in lines if (match := re.search(r"\b(?<!/)cocod ([^|>]*)", line))]
+    assert commands
+    for words in map(shlex.split, commands):
+        options = parse([word for word in words if "$" not in word])
+        if words[0] in ("train", "plan"):  # what simulate takes is not whole without its cluster
+            load_training_config(options.configs)
 
 
 @pytest.mark.timeout(PAGE_SECONDS)

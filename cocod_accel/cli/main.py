@@ -17,7 +17,8 @@ from cocod_accel.cli import list as list_command
 _COMMANDS = (train, compare, watch, trace, simulate, plan, reproduce, selftest, doctor, list_command)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of a command, and ``run``, which carries it out; a mistake ends the process."""
     parser = argparse.ArgumentParser(
         prog="cocod", description="Train on many workers without waiting for the network or for the slowest machine."
     )
@@ -30,6 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.configs += rest  # overrides after an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     try:
         code = int(options.run(options))
         if sys.stdout is not None:
