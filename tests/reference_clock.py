@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-#: ("compute", seconds), ("join", number), ("wait", number), ("mark",)
+#: ("compute", seconds), ("join", number), ("wait", number), ("meet", seconds), ("mark",)
 Deed = tuple[str, float]
 
 
@@ -29,6 +29,9 @@ class Setting:
     coding_seconds: float = 0.0
     #: Steps after which a mean is merged, at most its round's; None: where its part is launched again.
     delay: int | None = None
+    #: Workers next to each other that meet after every step, and for how long.
+    node_size: int = 1
+    inside_seconds: float = 0.0
 
 
 @dataclass
@@ -38,6 +41,10 @@ class Worker:
     left: float | None = None
     awaited: int | None = None
     blocked_seconds: float = 0.0
+    #: How long the meeting takes for whose end it waits, from when the last of its node has come.
+    meets: float | None = None
+    #: When it came to each of them, and when that ended.
+    meetings: list[tuple[float, float]] = field(default_factory=list)
     marks: list[float] = field(default_factory=list)
     #: (transfer, when) in the order of joining; and from when to when it was blocked.
     joins: dict[int, float] = field(default_factory=dict)
@@ -72,6 +79,8 @@ def script(setting: Setting, worker: int, length_of: dict[int, float]) -> Iterat
     for step in range(setting.steps[worker]):
         yield "compute", setting.seconds[worker][step]
         position += 1
+        if setting.node_size > 1:
+            yield "meet", setting.inside_seconds
         if name in ("ssgd", "pipe") and setting.coding_seconds:
             yield "compute", setting.coding_seconds
         if name == "ssgd":
@@ -120,6 +129,8 @@ def play(setting: Setting) -> tuple[list[Worker], dict[int, float]]:
     ended: dict[int, float] = {}
     queue: list[int] = []
     now, under_way, until = 0.0, None, float("inf")
+    nodes = [workers[first : first + setting.node_size] for first in range(0, count, setting.node_size)]
+    over = [float("inf")] * len(nodes)
 
     def go_on(worker: Worker) -> None:
         """Deeds that take no time, up to the next that does."""
@@ -132,6 +143,13 @@ def play(setting: Setting) -> tuple[list[Worker], dict[int, float]]:
                 worker.joins[number] = now
                 if all(number in other.joins for other in workers):
                     queue.append(number)
+            elif deed == "meet":
+                worker.meets = value
+                worker.meetings.append((now, now))
+                node = next(index for index, members in enumerate(nodes) if any(worker is other for other in members))
+                if all(other.meets is not None for other in nodes[node]):
+                    over[node] = now + value
+                return
             elif deed == "wait":
                 worker.blocks.append((now, now))
                 if int(value) not in ended:
@@ -149,11 +167,11 @@ def play(setting: Setting) -> tuple[list[Worker], dict[int, float]]:
             until = now + length_of[under_way]
         rate = 1.0 if under_way is None else 1 - setting.interference
         ends = [now + worker.left / rate for worker in workers if worker.left is not None]
-        if not ends and under_way is None:
+        if not ends and under_way is None and min(over) == float("inf"):
             return workers, ended
-        following = min([*ends, until])
+        following = min([*ends, until, *over])
         for worker in workers:
-            if worker.awaited is not None:
+            if worker.awaited is not None or worker.meets is not None:
                 worker.blocked_seconds += following - now
         finished = [w for w in workers if w.left is not None and now + w.left / rate <= following]
         for worker in workers:
@@ -168,6 +186,13 @@ def play(setting: Setting) -> tuple[list[Worker], dict[int, float]]:
                     worker.blocks[-1] = (worker.blocks[-1][0], now)
                     finished.append(worker)
             under_way, until = None, float("inf")
+        for node, members in enumerate(nodes):
+            if over[node] <= now:
+                over[node] = float("inf")
+                finished += members
+                for worker in members:
+                    worker.meets = None
+                    worker.meetings[-1] = (worker.meetings[-1][0], now)
         for worker in finished:
             worker.left = None
             go_on(worker)

@@ -74,6 +74,18 @@ RUNS: dict[str, list[str]] = {
     "own data": [*OWN, "algorithm.name=cocod", "algorithm.optimizer_state=reset"],
     "own data, ssgd": [*OWN, "algorithm.name=ssgd"],
 }
+#: Sums of two, inside nodes and between them.
+NODES = [
+    "cluster.num_workers=4",
+    "cluster.workers_per_replica=2",
+    "cluster.speeds=[1, 2, 1, 1]",
+    "cluster.proportional=true",
+]
+RUNS_OF_NODES: dict[str, list[str]] = {
+    "cocod": [*TINY, *NODES, "algorithm.name=cocod"],
+    "local": [*TINY, *NODES, "algorithm.name=local", "algorithm.fragments=2", "algorithm.period=4"],
+    "ternary": [*TINY, *NODES, "algorithm.name=cocod", "algorithm.payload=ternary", "algorithm.period=2"],
+}
 
 
 def launched(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
@@ -92,6 +104,14 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs, by two real processes."""
     folder = tmp_path_factory.mktemp("real")
     run_workers(2, launched, folder, RUNS, seconds=110, fresh=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, by two nodes of two."""
+    folder = tmp_path_factory.mktemp("real_nodes")
+    run_workers(4, launched, folder, RUNS_OF_NODES, seconds=110, fresh=True)
     return folder
 
 
@@ -119,6 +139,11 @@ def check_run(run: Path, arguments: Sequence[str]) -> None:
 @pytest.mark.parametrize("name", list(RUNS))
 def test_two_workers_are_two_processes_to_the_bit(name: str, real: Path) -> None:
     check_run(real / name, RUNS[name])
+
+
+@pytest.mark.parametrize("name", list(RUNS_OF_NODES))
+def test_two_nodes_of_two_are_four_processes_to_the_bit(name: str, real_nodes: Path) -> None:
+    check_run(real_nodes / name, RUNS_OF_NODES[name])
 
 
 def test_the_mean_models_training_loss_is_of_all_training_data_as_they_are() -> None:
@@ -426,10 +451,6 @@ def test_whatever_a_caller_draws_between_rows_changes_nothing() -> None:
         (
             ["cluster.replan_epochs=1", "cluster.proportional=true", "cluster.speeds=[1, 2]"],
             "cluster.replan_epochs=1: follows measured times; set it to null",
-        ),
-        (
-            ["cluster.num_workers=4", "cluster.workers_per_replica=2"],
-            "cluster.workers_per_replica=2: is not learnt with; use 1",
         ),
         (["batch_size=200"], "batch_size=200: 200 training samples are fewer than the 400 that 2 worker"),
         (

@@ -565,10 +565,10 @@ def test_a_mistake_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_what_cannot_be_simulated_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_are_not_planned_which_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_cluster(even_cluster(1.0), tmp_path / "two.yaml")
     assert plan(*TASK, "cluster.workers_per_replica=2", "--cluster", str(tmp_path / "two.yaml")) == 2
-    assert "cluster.workers_per_replica=2: is not simulated" in capsys.readouterr().err
+    assert "cluster.workers_per_replica=2: algorithms without nodes are compared here" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------- period: auto

@@ -21,10 +21,10 @@ from cocod_accel.algorithms.rounds import Period
 from cocod_accel.config.loading import load_config
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
-from cocod_accel.simulator.cluster import Cluster, Network, Stragglers, WorkerGroup, load_cluster, save_cluster
+from cocod_accel.simulator.cluster import Cluster, Network, Stragglers, Wire, WorkerGroup, load_cluster, save_cluster
 from cocod_accel.simulator.fleet import Array, Fleet, Parcel
 from cocod_accel.simulator.folders import write
-from cocod_accel.simulator.learning import Learnt
+from cocod_accel.simulator.learning import Learning, Learnt
 from cocod_accel.simulator.payloads import Parcels, parcels_of
 from cocod_accel.simulator.simulate import configured, simulate, title
 from cocod_accel.simulator.timeline import Course, SpanSample, Timeline, chosen_ranks, middle_window, step_times
@@ -58,7 +58,9 @@ def together(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
     pairs = [(0, draw(st.integers(1, 4)))]
     if draw(st.booleans()):
         pairs.append((draw(st.integers(1, 6)), draw(st.integers(1, 5))))
-    fragments = draw(st.integers(1, min(k for _, k in pairs))) if name in ("local", "cocod") else 1
+    has_local_steps = name in ("local", "cocod")
+    fragments = draw(st.integers(1, min(k for _, k in pairs))) if has_local_steps else 1
+    node_size = draw(st.sampled_from([n for n in (1, 2, 3, 4) if workers % n == 0])) if has_local_steps else 1
     setting = reference_clock.Setting(
         algorithm=name,
         seconds=draw(st.lists(st.lists(seconds, min_size=steps, max_size=steps), min_size=workers, max_size=workers)),
@@ -70,6 +72,8 @@ def together(draw: st.DrawFn) -> tuple[reference_clock.Setting, list[list[tuple[
         interference=draw(st.sampled_from([0.0, 0.25, 0.9]) | st.floats(0, 0.95)),
         coding_seconds=draw(st.just(0.0) | seconds),
         delay=draw(st.none() | st.integers(1, max(k for _, k in pairs))) if name == "cocod" else None,
+        node_size=node_size,
+        inside_seconds=draw(seconds),
     )
     return setting, [pairs] * workers, steps
 
@@ -120,10 +124,12 @@ def timeline_of(setting: reference_clock.Setting, pairs: list[list[tuple[int, in
             Parcel(setting.gradient_seconds, 0, setting.coding_seconds),
             tuple(Parcel(s, 1, setting.coding_seconds) for s in setting.part_seconds),
             Parcel(setting.final_seconds, 0),
+            setting.inside_seconds,
         ),
         times=side_by_side(setting),
         fragments=len(setting.part_seconds),
         delay=setting.delay,
+        node_size=setting.node_size,
         interference=setting.interference,
     )
     return Timeline(course, steps, sample=SpanSample(list(ranks), range(10**6))).run()
@@ -142,7 +148,7 @@ def assert_same(setting: reference_clock.Setting, pairs: list[list[tuple[int, in
         assert starts == pytest.approx([0.0, *worker.marks[:-1]], rel=1e-9, abs=1e-9)
         if len(workers) > 1:
             sent = [(row["start"], row["end"]) for row in found.sample.rows[rank] if row["name"] == "communicate"]
-            expected = [(worker.joins[number], end) for number, end in ended.items()]
+            expected = [*worker.meetings, *((worker.joins[number], end) for number, end in ended.items())]
             assert np.array(sorted(sent)) == pytest.approx(np.array(sorted(expected)), rel=1e-9, abs=1e-9)
         assert found.fleet.exposed_seconds[rank] == pytest.approx(worker.blocked_seconds, rel=1e-9, abs=1e-9)
         if len(setting.part_seconds) == 1:
@@ -459,6 +465,36 @@ def test_the_plan_is_the_trainers() -> None:
     assert by_speed.timeline.rounds == 20
 
 
+@pytest.mark.parametrize("options", [["algorithm.period=3"], ["algorithm.payload=int4"], ["algorithm.payload=topk:0.02"]])
+def test_nodes_send_between_them_what_they_would_for_real(options: list[str]) -> None:
+    """What is learnt is driven by the objects of a real run; the timeline only knows sizes."""
+    cluster = small_cluster()
+    config = configured(cluster, [*TINY, "cluster.workers_per_replica=2", *options], "cocod")
+    learning = Learning(config)
+    assert len(list(learning.rows())) > 0
+    timeline = simulate(cluster, config).timeline
+    assert timeline.fleet.sent_bytes == learning.outcome().comm_bytes
+    assert timeline.rounds == learning.outcome().rounds
+
+
+def test_what_a_node_takes_by_hand() -> None:
+    wires = Network(latency_us=1e5, bandwidth_gbit=8e-3, workers_per_node=2, inner=Wire(latency_us=1e4, bandwidth_gbit=8e-2))
+    cluster = Cluster(workers=[WorkerGroup(count=6)], network=wires)  # 1 MB/s between nodes, 10 MB/s inside
+    # 2 messages of half a payload in a node of two; 4 of a third of it between three nodes, then one half is gathered.
+    assert cluster.inside_seconds(6e6, 2) == pytest.approx(2 * (0.01 + 0.3))
+    assert cluster.between_seconds(6e6, 2) == pytest.approx(4 * (0.1 + 2.0) + (0.01 + 0.3))
+    assert cluster.inside_seconds(6e6, 1) == 0
+    assert cluster.between_seconds(6e6, 1) == cluster.allreduce_seconds(6e6)
+    # A node of three that no machine holds: its workers have no faster wire, and each link is shared by two of them.
+    assert cluster.inside_seconds(6e6, 3) == pytest.approx(4 * (0.1 + 2.0))
+    assert cluster.between_seconds(6e6, 3) == pytest.approx(2 * (0.1 + 2.0) + 2 * (0.1 + 2.0))
+    assert cluster.between_seconds(6e6, 6) == 0
+    # Measured sums over all workers say how much slower links are than their file says.
+    slower = replace(cluster, network=replace(wires, allreduce=[[1e6, 1.0], [6e6, 2 * cluster.allreduce_seconds(6e6)]]))
+    assert slower.inside_seconds(6e6, 2) == pytest.approx(2 * cluster.inside_seconds(6e6, 2))
+    assert slower.between_seconds(6e6, 2) == pytest.approx(2 * cluster.between_seconds(6e6, 2))
+
+
 def test_speedup_is_that_over_one_worker_of_speed_one() -> None:
     free = small_cluster(
         network=Network(latency_us=0.0, bandwidth_gbit=1e9), workers=[WorkerGroup(count=2), WorkerGroup(count=2, speed=2.0)]
@@ -491,7 +527,6 @@ def test_steps_cut_the_schedule_or_make_it_longer() -> None:
     [
         ("emulate.slowdown=[1,1,2,2]", "emulate: slowdown [1, 1, 2, 2] is for real runs; describe workers and network"),
         ("algorithm.name=cocod_accel:Algorithm", "algorithm.name=cocod_accel:Algorithm: needs a class attribute name"),
-        ("cluster.workers_per_replica=2", "cluster.workers_per_replica=2: is not simulated; use 1"),
         ("cluster.replan_epochs=1", "cluster.replan_epochs=1: is not simulated; use null"),
         ("cluster.speeds=measure", None),
         ("cluster.num_workers=7", None),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocod_accel.comm.device import Moment, Reached, beside, order, runs_ahead
-from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total
+from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total, shares
 
 _HOST = torch.device("cpu")
 
@@ -128,11 +128,7 @@ class TwoLevelComm:
         ]
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
-        """What this worker sums: its share, and the few elements that cannot be shared out, which all of them sum."""
-        share = tensor.numel() // self.num_shards
-        left = tensor[share * self.num_shards :]
-        parts = [tensor[share * self.shard_index : share * (self.shard_index + 1)], left]
-        return [part for part in parts if part.numel()]
+        return shares(tensor, self.shard_index, self.num_shards)
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Any]:
         works = []

@@ -22,6 +22,13 @@ def ring_total(num_bytes: int, num_workers: int) -> int:
     return round(2 * (num_workers - 1) * num_bytes / num_workers)
 
 
+def shares(tensor: Tensor, index: int, num_shares: int) -> list[Tensor]:
+    """What one of a node's workers sums of a flat tensor: its share, and the few elements that cannot be shared out."""
+    share = tensor.numel() // num_shares
+    parts = [tensor[share * index : share * (index + 1)], tensor[share * num_shares :]]
+    return [part for part in parts if part.numel()]
+
+
 _HOST = torch.device("cpu")
 
 

@@ -156,7 +156,10 @@ class _Planner:
         self._arguments = arguments
         #: As the user wrote it; it need not fit the cluster, nor any algorithm.
         self._given = merged_config([*arguments, *_REAL_ONLY])
-        options = self._given.algorithm
+        options, size = self._given.algorithm, self._given.cluster.workers_per_replica
+        if size != 1:
+            fix = "use 1 to plan, and cocod simulate for nodes"
+            raise ConfigError(f"cluster.workers_per_replica={size}: algorithms without nodes are compared here; {fix}")
         # With any number of fragments and any period of the user's, and whatever is of another algorithm.
         own = ["algorithm.name=cocod", "algorithm.period=1000000", "cluster.proportional=false"]
         own += ["algorithm.optimizer_state=keep", "algorithm.payload=fp32", f"cluster.num_workers={len(self._speeds) or 2}"]

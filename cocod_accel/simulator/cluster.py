@@ -159,6 +159,40 @@ class Cluster:
             return seconds
         return seconds * _modelled_seconds(network, num_bytes, workers) / _modelled_seconds(network, num_bytes, measured)
 
+    def between_seconds(self, num_bytes: float, node_size: int) -> float:
+        """A model's average between nodes of ``node_size`` workers, each of which sums a share of it with its peers.
+
+        Then every node gathers the shares. With nodes of one worker that is a sum over all.
+        """
+        if node_size == 1:
+            return self.allreduce_seconds(num_bytes)
+        num_nodes = self.num_workers // node_size
+        if num_nodes == 1:
+            return 0.0
+        network, inner = self.network, self._inner(node_size)
+        # As many shares pass a link as workers share it.
+        through = num_bytes * network.workers_per_node / node_size
+        gathering = (node_size - 1) * (inner.alpha + num_bytes / node_size / inner.beta)
+        modelled = _ring_seconds(Wire(network.latency_us, network.bandwidth_gbit), through, num_nodes) + gathering
+        return modelled * self._measured_over_modelled(num_bytes)
+
+    def inside_seconds(self, num_bytes: float, node_size: int) -> float:
+        """A sum over the workers of a node."""
+        if node_size == 1:
+            return 0.0
+        return _ring_seconds(self._inner(node_size), num_bytes, node_size) * self._measured_over_modelled(num_bytes)
+
+    def _inner(self, node_size: int) -> Wire:
+        network = self.network
+        outer = Wire(network.latency_us, network.bandwidth_gbit)
+        return network.inner if network.inner is not None and node_size <= network.workers_per_node else outer
+
+    def _measured_over_modelled(self, num_bytes: float) -> float:
+        """1, unless sums over all workers were measured."""
+        if self.network.allreduce is None:
+            return 1.0
+        return self.allreduce_seconds(num_bytes) / _modelled_seconds(self.network, num_bytes, self.num_workers)
+
     def coding_seconds(self, payload: str, num_elements: int) -> float:
         """Seconds each worker's main thread needs to code an average of this many elements."""
         return self.coding_ns.get(payload, 0.0) * num_elements * 1e-9 if self.num_workers > 1 else 0.0

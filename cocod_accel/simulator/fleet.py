@@ -59,7 +59,7 @@ class Fleet:
         self.hidden_seconds: Array = np.zeros(num_workers)
         self.sent_bytes = 0
         #: Told of every wait as (joined, end, blocked from, blocked until); None: nobody asks.
-        self.on_wait: Callable[[Array, float, Array, Array], object] | None = None
+        self.on_wait: Callable[[Array, Array, Array, Array], object] | None = None
         self._interference = interference
         self._link_free = 0.0
         #: Transfers that some worker may still compute under.
@@ -106,7 +106,20 @@ class Fleet:
         self._blocked = blocked_from, until
         self.now = until
         if self.on_wait is not None:
-            self.on_wait(joined, end, blocked_from, until)
+            self.on_wait(joined, np.full_like(until, end), blocked_from, until)
+
+    def meet_inside(self, node_size: int, seconds: float, active: NDArray[np.bool_]) -> None:
+        """The active workers of every node wait until the last of them has come, and for ``seconds`` more.
+
+        A node's own links are its own: what travels between nodes is not held up.
+        """
+        joined = self.now
+        ends = joined.reshape(-1, node_size).max(axis=1) + seconds
+        until = np.where(active, np.repeat(ends, node_size), joined)
+        self.exposed_seconds += until - joined
+        self.now = until
+        if self.on_wait is not None:
+            self.on_wait(joined, until, joined, until)
 
     def _sent(self, parcel: Parcel, start: float, joined: Array) -> Flight:
         self._link_free = start + parcel.seconds

@@ -149,6 +149,7 @@ class Learning:
                 [learner.optimizer for learner in self._learners],
                 [learner.work.algorithm for learner in self._learners],
                 self._learners[0].work.plan.weights,
+                config.cluster.workers_per_replica,
             )
         except (TypeError, ValueError) as error:
             raise self._refusal(error) from error
@@ -324,7 +325,6 @@ def _check(config: Config) -> None:
             cluster.replan_epochs is not None,
             "follows measured times; set it to null",
         ),
-        ("workers_per_replica", cluster.workers_per_replica, cluster.workers_per_replica > 1, "is not learnt with; use 1"),
     ):
         if refused:
             raise ConfigError(f"cluster.{key}={value}: {fix}")

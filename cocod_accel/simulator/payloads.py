@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.averaging.coder import coded_bytes
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
-from cocod_accel.comm.handles import ring_bytes
+from cocod_accel.comm.handles import ring_bytes, shares
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.simulator.cluster import Cluster
@@ -36,6 +36,8 @@ class Parcels:
     parts: tuple[Parcel, ...]
     #: The exact mean at the end.
     final: Parcel
+    #: What the sum of a step's gradients inside a node takes.
+    inside_seconds: float = 0.0
 
 
 def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: TaskFacts) -> Parcels:
@@ -46,13 +48,16 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
         raise ConfigError(
             f"algorithm.fragments={algorithm.fragments}: is more than the model's {len(parameters)} trainable parameters"
         )
+    node_size = config.cluster.workers_per_replica
+    num_nodes = cluster.num_workers // node_size
     num_states = _num_states(config) if algorithm.optimizer_state == "average" else 0
 
     def parcel(*collectives: Sequence[Tensor], coded: Sequence[Tensor] = ()) -> Parcel:
-        payloads = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in collectives]
+        payloads = [_bytes_of(tensors) for tensors in collectives]
+        own = [[part for tensor in tensors for part in shares(tensor, 0, node_size)] for tensors in collectives]
         return Parcel(
-            sum(cluster.allreduce_seconds(size) for size in payloads if size),
-            sum(ring_bytes(tensors, cluster.num_workers) for tensors in collectives),
+            sum(cluster.between_seconds(size, node_size) for size in payloads if size),
+            sum(ring_bytes(tensors, num_nodes) for tensors in own),
             cluster.coding_seconds(algorithm.payload, sum(as_real(tensor).numel() for tensor in coded)),
         )
 
@@ -70,18 +75,25 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
             extras: list[Tensor] = []
             if algorithm.sends_buffers:  # buffers belong to no parameter; they go with part 0
                 extras = own * num_states + (buffers if index == 0 else [])
-            parts.append(parcel(*_collectives(own, extras, algorithm, cluster.num_workers), coded=own))
-    return Parcels(gradients, tuple(parts), parcel(FlatCopy(parameters, buffers + parameters * num_states).buffers))
+            parts.append(parcel(*_collectives(own, extras, algorithm, num_nodes, node_size), coded=own))
+    final = parcel(FlatCopy(parameters, buffers + parameters * num_states).buffers)
+    # Behind their backward, as those of S-SGD.
+    inside = (1 - cluster.gradient_overlap) * cluster.inside_seconds(_bytes_of(parameters), node_size)
+    return Parcels(gradients, tuple(parts), final, inside)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _collectives(
-    parameters: list[Tensor], extras: list[Tensor], algorithm: Algorithm, num_workers: int
+    parameters: list[Tensor], extras: list[Tensor], algorithm: Algorithm, num_workers: int, num_shards: int = 1
 ) -> list[list[Tensor]]:
     """One round's collectives, each as what it sums; a coded exchange sends as much as a ring that sums its bytes."""
     flat = FlatCopy(parameters, extras)
     if algorithm.payload == "fp32":
         return [flat.buffers]
-    sizes = [coded_bytes(algorithm.payload, sum(own), num_workers, sizes=own) for own in flat.core_sizes]
+    sizes = [coded_bytes(algorithm.payload, sum(own), num_workers, num_shards, sizes=own) for own in flat.core_sizes]
     return [flat.tails, [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]]
 
 

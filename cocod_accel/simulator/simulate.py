@@ -125,8 +125,9 @@ def expected_times(cluster: Cluster, config: Config) -> StepTimes:
     """What a step of the slowest worker and a round's transfer take on ``cluster``, with the batches of ``config``."""
     facts = task_facts(config)
     work = Work.of(config, facts.num_train, 0)
-    parts = parcels_of(config, cluster, work.algorithm, facts).parts
-    slowest = float(mean_seconds(cluster, work.plan.batches).max())
+    parcels = parcels_of(config, cluster, work.algorithm, facts)
+    parts = parcels.parts
+    slowest = float(mean_seconds(cluster, work.plan.batches).max()) + parcels.inside_seconds
     coding = sum(part.coding_seconds for part in parts)
     return StepTimes(slowest, sum(part.seconds for part in parts), cluster.interference, coding)
 
@@ -151,8 +152,6 @@ def _refuse(config: Config) -> None:
         raise ConfigError(f"algorithm.name={config.algorithm.name}: {kind.name} has no timing rule to simulate; {known}")
     if emulated is not None:
         raise ConfigError(f"emulate: {emulated} is for real runs; describe workers and network in the cluster file")
-    if cluster.workers_per_replica != 1:
-        raise ConfigError(f"cluster.workers_per_replica={cluster.workers_per_replica}: is not simulated; use 1")
     if cluster.replan_epochs is not None:
         raise ConfigError(f"cluster.replan_epochs={cluster.replan_epochs}: is not simulated; use null")
 
@@ -201,6 +200,7 @@ def simulate(
         times=step_times(cluster, work.plan.batches, config.seed),
         fragments=algorithm.fragments,
         delay=algorithm.delay,
+        node_size=config.cluster.workers_per_replica,
         interference=cluster.interference,
         gradient_overlap=cluster.gradient_overlap,
     )

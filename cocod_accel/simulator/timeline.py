@@ -37,6 +37,8 @@ class Course:
     times: Iterator[Array]
     fragments: int = 1
     delay: int | None = None
+    #: Workers next to each other that sum their gradients in every step.
+    node_size: int = 1
     interference: float = 0.0
     gradient_overlap: float = 0.0
 
@@ -139,6 +141,8 @@ class Timeline:
                 # At most one: there are never more parts than steps in a round. Part 0 has its turn where a round ends.
                 self._turns[kind] = next(iter(clock.parts_due(self.course.fragments)), None)
         self._rule.step(work)
+        if self.course.node_size > 1:
+            self.fleet.meet_inside(self.course.node_size, self.course.parcels.inside_seconds, active)
         for merged in self._first_clock.take_merges():
             self._rule.merge_due(merged)
         part = self._turns[0]
@@ -156,7 +160,7 @@ class Timeline:
         active: NDArray[np.bool_] = np.array([turn is None for turn in self._turns])[self._kinds]
         return active
 
-    def _waited(self, joined: Array, end: float, blocked_from: Array, blocked_until: Array) -> None:
+    def _waited(self, joined: Array, end: Array, blocked_from: Array, blocked_until: Array) -> None:
         if self.sample is not None and self.sample.is_open:
             self.sample.waited(joined, end, blocked_from, blocked_until, self.steps)
 
@@ -234,10 +238,10 @@ class SpanSample:
         """Worker 0 has taken this many steps."""
         self.is_open = steps_taken in self._window
 
-    def waited(self, joined: Array, end: float, blocked_from: Array, blocked_until: Array, steps: Sequence[int]) -> None:
+    def waited(self, joined: Array, end: Array, blocked_from: Array, blocked_until: Array, steps: Sequence[int]) -> None:
         """Everybody has waited for a transfer."""
         for rank in self.ranks:
-            self._add(rank, steps[rank], "communicate", joined[rank], end)
+            self._add(rank, steps[rank], "communicate", joined[rank], end[rank])
             if blocked_until[rank] > blocked_from[rank]:
                 self._add(rank, steps[rank], "wait", blocked_from[rank], blocked_until[rank])
 
