@@ -4,8 +4,8 @@ Inside :func:`fake_cuda` tensors of the device "cuda" have shapes and no numbers
 are torch's fake ones. So nothing can be computed, but all that our code asks of a device is seen by its name: reading a
 value, copying between a device and memory of the host that is not pinned, waiting for an event or a stream.
 
-Autograd's engine and DDP's reducer want a real device, so gradients are put in by hand. What is computed, and in which order,
-is the other rig's business (``tests/ahead.py``).
+Autograd's engine and DDP's reducer want a real device, so gradients are put in by hand. What is computed, and in which
+order, is the other rig's business (``tests/ahead.py``).
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from cocod_accel import SSGD, AsynLocalSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD, 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
-from cocod_accel.comm.groups import node_group
+from cocod_accel.comm.groups import TorchComm, default_group, node_group, private_group
+from cocod_accel.plan import measure
+from cocod_accel.trainer import pace as pacing
 from cocod_accel.trainer.pace import Pace
 from cocod_accel.trainer.steps import LossGuard, NonFiniteLossError
 from tests.ahead import Rig, ahead
@@ -87,9 +89,12 @@ def both(rank: int, names: list[str], nodes: bool) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(blocking, running, strict=True)]
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_every_algorithm_ends_with_the_same_bits(num_workers: int) -> None:
-    names = list(ALGORITHMS)
+@pytest.mark.parametrize(
+    ("num_workers", "names"),
+    [(2, list(ALGORITHMS)), (3, ["ssgd", "pipe int8", "local DiLoCo", "cocod delay", "cocod fragments"])],
+    ids=["2", "3"],
+)
+def test_every_algorithm_ends_with_the_same_bits(num_workers: int, names: list[str]) -> None:
     for same in run_workers(num_workers, both, names, False, fresh=True):
         assert dict(zip(names, same, strict=True)) == dict.fromkeys(names, True)
 
@@ -180,6 +185,66 @@ def paced(rank: int) -> bool:
 
 def test_timing_a_step_does_not_wait_for_the_average_beside_it() -> None:
     assert run_workers(2, paced, fresh=True) == [True, True]
+
+
+class _Clock:
+    """The rig's, in the place of the module ``time``."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.perf_counter = lambda: rig.host_milliseconds / 1e3
+
+
+def steps_with_and_without_pace(rank: int) -> list[float]:
+    """What the device takes for steps of 10 ms beside transfers of 8 ms."""
+    found = []
+    for is_on in (False, True):
+        model, optimizer, sync = begin(CoCoDSGD(1), rank)
+        rig = Rig(0.008)
+        pace_of_step = Pace(is_on=is_on, device=torch.device("cpu"))
+        with ahead(rig), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pacing, "time", _Clock(rig))
+            for inputs in torch.randn(6, 8, 6):
+                pace_of_step.begin(sync.control.blocked_seconds)
+                train(model, optimizer, [inputs], rig)
+                pace_of_step.end(sync.control.blocked_seconds)
+            rig.current.synchronize()
+            found.append(rig.current.milliseconds)
+        sync.detach()
+        if is_on:
+            assert pace_of_step.seconds == pytest.approx([0.010] * 6, rel=1e-3)
+    return found
+
+
+def test_timing_steps_does_not_make_them_longer() -> None:
+    for found in run_workers(2, steps_with_and_without_pace, fresh=True):
+        assert found == pytest.approx([60.0, 60.0], rel=1e-3)
+
+
+class _Beside:
+    """A link whose transfers take half of the device."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._comm, self._rig, self.busy_until = TorchComm(private_group(default_group())), rig, 0.0
+
+    def launch(self, tensors: Any) -> Any:
+        self.busy_until = max(self.busy_until, self._rig.host_milliseconds) + 1e3 * self._rig.transfer_seconds
+        return self._comm.launch(tensors)
+
+
+def interfered(rank: int, share: float) -> float:
+    rig = Rig(0.020)
+    comm: Any = _Beside(rig)
+    with ahead(rig), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "time", _Clock(rig))
+        link = measure._Link(comm, torch.device("cpu"))
+        return link.interference(lambda: rig.compute(0.010, comm.busy_until, share), 100, 0.010, 0.020, 1.0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_interference_is_found(share: float) -> None:
+    """A wait for the whole device would put the transfers into the time of the steps before and after them."""
+    for found in run_workers(2, interfered, share, fresh=True):
+        assert found == pytest.approx(share, abs=0.05)
 
 
 def divided(rank: int) -> tuple[bool, bool]:
