@@ -250,6 +250,21 @@ class Part:
             coder.clear()
         self._has_left_out = False
 
+    @torch.no_grad()
+    def keep_local(self) -> FlatCopy:
+        """A copy of the parameters, for as long as nobody launches.
+
+        It lies where rounds keep x_t: once an average has landed, nobody needs that any more. It is landed here, which
+        delays nobody: whatever is averaged meanwhile would travel behind it.
+        """
+        if self._in_flight is not None and self._in_flight.handle is not None:
+            for handle in (*self._in_flight.beside, self._in_flight.handle):
+                handle.wait()  # before its cost is counted: it was not training that waited
+            self.land()
+        room = FlatCopy(self.parameters) if self._pair is None else self._pair[0]
+        room.load_cores()
+        return room
+
     def poll(self) -> None:
         """Note in passing whether the average in flight has arrived."""
         if self._in_flight is not None and self._in_flight.handle is not None:
@@ -262,21 +277,22 @@ class Part:
 
     # ---- the state between two steps
 
-    def state(self) -> dict[str, Any]:
-        """Waits for what is in flight; starts no collective."""
+    def state(self, *, copies: bool = True) -> dict[str, Any]:
+        """Waits for what is in flight; starts no collective. Without ``copies`` it holds only until the next step."""
         self.land()
         self._settle_votes()
         flight = self._in_flight
-        left_out = self._left_out.clone_buffers() if self._left_out is not None and self._has_left_out else None
+        keep = torch.clone if copies else torch.detach
+        left_out = self._left_out.buffers if self._left_out is not None and self._has_left_out else None
         return {
             "number": self.number,
-            "in_flight": None if flight is None else [core.clone() for core in flight.total.cores],
+            "in_flight": None if flight is None else [keep(core) for core in flight.total.cores],
             "is_coded": flight is not None and flight.is_coded,
             "drift": [*self.drift.state(), *([] if flight is None else flight.drift.state())],
-            "point": None if self.point is None else self.point.state(),
-            "residuals": [coder.residual.clone() for coder in self._coders],
-            "owned_residuals": [coder.owned_residual.clone() for coder in self._coders],
-            "left_out": left_out,
+            "point": None if self.point is None else self.point.state(copies=copies),
+            "residuals": [keep(coder.residual) for coder in self._coders],
+            "owned_residuals": [keep(coder.owned_residual) for coder in self._coders],
+            "left_out": None if left_out is None else [keep(buffer) for buffer in left_out],
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
