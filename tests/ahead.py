@@ -188,7 +188,7 @@ class Rig(devices.Torch):
         return Event(self)
 
     def on_host(self, like: Tensor) -> Tensor:
-        self._on_host.append(torch.empty_like(like))
+        self._on_host.append(torch.empty(like.shape, dtype=like.dtype))
         return self._on_host[-1]
 
     def is_on_host(self, tensor: Tensor) -> bool:

@@ -31,11 +31,13 @@ _READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten:
 
 
 class FakeCuda(devices.Torch):
-    """Streams and events of a device that never gets anywhere: whoever asks it has to wait."""
+    """Streams and events of a device that gets nowhere, unless a test says so: whoever asks it has to wait."""
 
     def __init__(self) -> None:
         #: (what, function of the package) of every wait.
         self.waits: list[tuple[str, str]] = []
+        #: Whether the device has done by now what it was told.
+        self.is_done = False
         self._pinned: list[Tensor] = []
 
     def note(self, what: str) -> None:
@@ -97,7 +99,7 @@ class _Event:
     def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool:
-        return False
+        return self._device.is_done
 
     def synchronize(self) -> None:
         self._device.note("event")

@@ -350,3 +350,47 @@ def not_finite(rank: int) -> tuple[int, list[str]]:
 def test_a_loss_that_is_not_finite_is_told_a_round_later() -> None:
     found = "worker 0: the loss is not finite at step 3; lower the learning rate"
     assert run_workers(1, not_finite, fresh=True) == [(6, [found])]
+
+
+OFFLOADED = ["local", "local DiLoCo", "cocod", "cocod delay", "cocod fragments", "cocod k=1 int8", "cocod k=1 topk:0.1"]
+
+
+def offloaded(rank: int, names: list[str]) -> list[tuple[bool, bool, list[str]]]:
+    """Whether a run ends with the bits of one that keeps everything, on a CPU and on a device that works ahead."""
+    with pytest.MonkeyPatch.context() as patch:  # several segments and tiles
+        patch.setattr("cocod_accel.averaging.flat._CPU_SEGMENT_BYTES", 256)
+        patch.setattr("cocod_accel.averaging.coder._CPU_TILE", 64)
+        return runs_offloaded(rank, names)
+
+
+def runs_offloaded(rank: int, names: list[str]) -> list[tuple[bool, bool, list[str]]]:
+    found = []
+    for name in names:
+        ends: list[torch.Tensor] = []
+        reads: list[str] = []
+        for offload, is_ahead in ((None, False), ("cpu", False), ("cpu", True)):
+            model, optimizer, sync = begin(ALGORITHMS[name], rank, offload=offload)
+            torch.manual_seed(rank)
+            batches = torch.randn(STEPS, 8, 6)
+            rig = Rig()
+            with ahead(rig) if is_ahead else contextlib.nullcontext():
+                train(model, optimizer, batches[:5])
+                if is_ahead:
+                    reads += rig.reads
+                with sync.averaged():
+                    model(batches[0])
+                state = sync.state_dict()
+                train(model, optimizer, batches[5:7])
+                sync.load_state_dict(state)
+                train(model, optimizer, batches[7:])
+                sync.finish()
+            sync.detach()
+            ends.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+        found.append((torch.equal(ends[0], ends[1]), torch.equal(ends[0], ends[2]), reads))
+    return found
+
+
+def test_what_waits_on_the_host_changes_no_bit() -> None:
+    """Nor does the host wait for it in a step."""
+    for found in run_workers(2, offloaded, OFFLOADED, fresh=True):
+        assert dict(zip(OFFLOADED, found, strict=True)) == dict.fromkeys(OFFLOADED, (True, True, []))

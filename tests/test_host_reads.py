@@ -48,14 +48,20 @@ ELSEWHERE = {
 }
 
 
-def attached(algorithm: Algorithm, *, nodes: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Sync]:
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 40, device=CUDA), nn.BatchNorm1d(40, device=CUDA), nn.Linear(40, 3, device=CUDA))
+
+
+def attached(
+    algorithm: Algorithm, module: nn.Module | None = None, *, nodes: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, Sync]:
     """As :func:`~cocod_accel.attach`, which compares checksums of real numbers and wants DDP."""
-    layers = nn.Linear(6, 40, device=CUDA), nn.BatchNorm1d(40, device=CUDA), nn.Linear(40, 3, device=CUDA)
-    module = nn.Sequential(*layers)
+    module = small() if module is None else module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     everyone: Any = dist.group.WORLD
     comm = TorchComm(everyone, everyone)
-    channels, stated = Channels(comm, None, comm), [(), ()]
+    channels = Channels(comm, None, comm)
+    stated: list[tuple[int, ...]] = [(), ()]
     if nodes:
         inside, peers = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         between = TwoLevelComm(TorchComm(peers, peers), inside)
@@ -78,10 +84,13 @@ def attached(algorithm: Algorithm, *, nodes: bool = False) -> tuple[nn.Module, t
     return module, optimizer, Sync(subject, algorithm, channels, Nodes.of(stated, 0), reports)
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync) -> None:
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, *, own_gradients: bool = False) -> None:
     """Gradients come from nowhere; whoever sums them gets them in one bucket, as from DDP."""
-    module(torch.empty(8, 6, device=CUDA))
-    parameters = list(module.parameters())
+    parameters: list[Tensor] = list(module.parameters())
+    module(torch.empty(8, parameters[0].shape[1], device=CUDA))
+    if own_gradients:  # that are there already
+        optimizer.step()
+        return
     flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=CUDA)
     pieces = flat.split([parameter.numel() for parameter in parameters])
     gradients = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]

@@ -133,6 +133,16 @@ class FlatCopy:
         for segment in self.segments:
             torch._foreach_copy_(segment.tensors, segment.views)
 
+    def take(self, index: int) -> Tensor:
+        """tensors -> buffers, of one segment, which is returned."""
+        segment = self.segments[index]
+        torch._foreach_copy_(segment.views, segment.tensors)
+        return segment.flat
+
+    def each(self) -> Iterator[Tensor]:
+        """Segment by segment."""
+        return (segment.flat for segment in self.segments)
+
     def load_cores(self) -> None:
         """tensors -> buffers, without extras"""
         for segment in self.segments:

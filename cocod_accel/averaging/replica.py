@@ -69,6 +69,13 @@ class Replica:
         self._exact: Part | None = None
         self._exact_drift: Drift | None = None
         self._num_evaluations = 0
+        self._is_offloaded = False
+
+    def offload(self) -> None:
+        """From now on what only the end of a round needs waits in the host's memory. Before training begins."""
+        self._is_offloaded = True
+        for part in self.parts:
+            part.offload()
 
     # ---- verbs of an algorithm
 
@@ -124,6 +131,8 @@ class Replica:
     def launch_exact(self) -> None:
         """The first half of :meth:`equalise`: start the mean, in full."""
         self._exact = Part(self.parameters, self.route, kind=Kind.FINISH)
+        if self._is_offloaded:
+            self._exact.offload()
         self._exact.launch(self._extras(self.parameters, with_buffers=True))
 
     def adopt_exact(self) -> None:

@@ -30,8 +30,12 @@ class Driver:
         buffers: Callable[[], list[Tensor]],
         optimizers: Sequence[Optimizer],
         route: Route,
+        *,
+        offload: bool = False,
     ) -> None:
         self.replica = algorithm.replica_of(parameters, buffers, route, optimizers)
+        if offload:
+            self.replica.offload()
         self.method = algorithm.bind(self.replica)
         self.clock = RoundClock(algorithm.period, algorithm.delay)
         #: Called before this worker's model enters an average; may raise to keep it out.

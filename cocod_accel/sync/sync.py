@@ -69,7 +69,9 @@ class Sync:
         route = Route(channels.between, nodes.between(self._weights), channels.everyone)
         if self._inside is not None:
             route.node = self._inside.replica.route
-        self._driver = Driver(algorithm, subject.trainable, subject.buffers, subject.optimizers, route)
+        self._driver = Driver(
+            algorithm, subject.trainable, subject.buffers, subject.optimizers, route, offload=subject.offloads
+        )
         self._is_attached = True
         self._phase: LocalPhase | None = None
         reducer = self._driver.method if self._inside is None else self._inside

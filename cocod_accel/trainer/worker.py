@@ -68,9 +68,9 @@ class Worker:
     def _attach(self, inner: Any) -> Sync:
         try:
             weight = self.work.plan.weights[self.rank]
-            sync = attach(
-                self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner, ctas=self.config.cluster.ctas
-            )
+            cluster = self.config.cluster
+            options = {"inner": inner, "ctas": cluster.ctas, "offload": cluster.offload}
+            sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, **options)
         except (TypeError, ValueError) as error:  # on all workers
             raise ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}") from error
         if self.config.link is not None:
