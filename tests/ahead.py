@@ -54,6 +54,8 @@ class Event:
             self._rig.note_wait()
         if not self._happened.wait(_DEADLINE):
             raise RuntimeError("a stream did not come by an event in time")
+        if threading.current_thread() is threading.main_thread():
+            self._rig.host_milliseconds = max(self._rig.host_milliseconds, self.milliseconds)
 
     def wait_quietly(self) -> None:
         self._happened.wait(_DEADLINE)
@@ -149,6 +151,8 @@ class Rig(devices.Torch):
         self.errors: list[BaseException] = []
         self.current = self.new_stream()
         self.is_capturing = False
+        #: The host's clock: the latest time of a stream that it has waited for.
+        self.host_milliseconds = 0.0
         #: Collectives wait for it before they begin.
         self.gate = threading.Event()
         self.gate.set()
@@ -184,7 +188,7 @@ class Rig(devices.Torch):
         return Event(self)
 
     def on_host(self, like: Tensor) -> Tensor:
-        self._on_host.append(torch.empty_like(like))
+        self._on_host.append(torch.empty(like.shape, dtype=like.dtype))
         return self._on_host[-1]
 
     def is_on_host(self, tensor: Tensor) -> bool:
@@ -192,12 +196,14 @@ class Rig(devices.Torch):
 
     # ---- for tests
 
-    def compute(self, seconds: float) -> None:
-        """A kernel that takes this long."""
-        stream = self.current
+    def compute(self, seconds: float, busy_until: float = 0.0, interference: float = 0.0) -> None:
+        """A kernel that takes this long; what of it falls before ``busy_until`` (milliseconds) takes longer."""
+        stream, now = self.current, self.host_milliseconds
 
         def pass_by() -> None:
-            stream.milliseconds += 1e3 * seconds
+            begin, left = max(stream.milliseconds, now), 1e3 * seconds
+            beside = min(left, max(0.0, busy_until - begin) * (1 - interference))
+            stream.milliseconds = begin + beside / (1 - interference) + left - beside
 
         stream.put(pass_by)
 

@@ -16,7 +16,9 @@ from cocod_accel import SSGD, AsynLocalSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD, 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
-from cocod_accel.comm.groups import node_group
+from cocod_accel.comm.groups import TorchComm, default_group, node_group, private_group
+from cocod_accel.plan import measure
+from cocod_accel.trainer import pace as pacing
 from cocod_accel.trainer.pace import Pace
 from cocod_accel.trainer.steps import LossGuard, NonFiniteLossError
 from tests.ahead import Rig, ahead
@@ -87,9 +89,12 @@ def both(rank: int, names: list[str], nodes: bool) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(blocking, running, strict=True)]
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_every_algorithm_ends_with_the_same_bits(num_workers: int) -> None:
-    names = list(ALGORITHMS)
+@pytest.mark.parametrize(
+    ("num_workers", "names"),
+    [(2, list(ALGORITHMS)), (3, ["ssgd", "pipe int8", "local DiLoCo", "cocod delay", "cocod fragments"])],
+    ids=["2", "3"],
+)
+def test_every_algorithm_ends_with_the_same_bits(num_workers: int, names: list[str]) -> None:
     for same in run_workers(num_workers, both, names, False, fresh=True):
         assert dict(zip(names, same, strict=True)) == dict.fromkeys(names, True)
 
@@ -180,6 +185,66 @@ def paced(rank: int) -> bool:
 
 def test_timing_a_step_does_not_wait_for_the_average_beside_it() -> None:
     assert run_workers(2, paced, fresh=True) == [True, True]
+
+
+class _Clock:
+    """The rig's, in the place of the module ``time``."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.perf_counter = lambda: rig.host_milliseconds / 1e3
+
+
+def steps_with_and_without_pace(rank: int) -> list[float]:
+    """What the device takes for steps of 10 ms beside transfers of 8 ms."""
+    found = []
+    for is_on in (False, True):
+        model, optimizer, sync = begin(CoCoDSGD(1), rank)
+        rig = Rig(0.008)
+        pace_of_step = Pace(is_on=is_on, device=torch.device("cpu"))
+        with ahead(rig), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pacing, "time", _Clock(rig))
+            for inputs in torch.randn(6, 8, 6):
+                pace_of_step.begin(sync.control.blocked_seconds)
+                train(model, optimizer, [inputs], rig)
+                pace_of_step.end(sync.control.blocked_seconds)
+            rig.current.synchronize()
+            found.append(rig.current.milliseconds)
+        sync.detach()
+        if is_on:
+            assert pace_of_step.seconds == pytest.approx([0.010] * 6, rel=1e-3)
+    return found
+
+
+def test_timing_steps_does_not_make_them_longer() -> None:
+    for found in run_workers(2, steps_with_and_without_pace, fresh=True):
+        assert found == pytest.approx([60.0, 60.0], rel=1e-3)
+
+
+class _Beside:
+    """A link whose transfers take half of the device."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._comm, self._rig, self.busy_until = TorchComm(private_group(default_group())), rig, 0.0
+
+    def launch(self, tensors: Any) -> Any:
+        self.busy_until = max(self.busy_until, self._rig.host_milliseconds) + 1e3 * self._rig.transfer_seconds
+        return self._comm.launch(tensors)
+
+
+def interfered(rank: int, share: float) -> float:
+    rig = Rig(0.020)
+    comm: Any = _Beside(rig)
+    with ahead(rig), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "time", _Clock(rig))
+        link = measure._Link(comm, torch.device("cpu"))
+        return link.interference(lambda: rig.compute(0.010, comm.busy_until, share), 100, 0.010, 0.020, 1.0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_interference_is_found(share: float) -> None:
+    """A wait for the whole device would put the transfers into the time of the steps before and after them."""
+    for found in run_workers(2, interfered, share, fresh=True):
+        assert found == pytest.approx(share, abs=0.05)
 
 
 def divided(rank: int) -> tuple[bool, bool]:
@@ -287,45 +352,45 @@ def test_a_loss_that_is_not_finite_is_told_a_round_later() -> None:
     assert run_workers(1, not_finite, fresh=True) == [(6, [found])]
 
 
-#: Where the host may wait for the device, outside of steps and the ends of rounds, and why.
-MAY_WAIT = {
-    "comm/agreement.py:bytes_of": "attach compares checksums",
-}
+OFFLOADED = ["local", "local DiLoCo", "cocod", "cocod delay", "cocod fragments", "cocod k=1 int8", "cocod k=1 topk:0.1"]
 
 
-def whole_life(rank: int, names: list[str]) -> list[tuple[str, str]]:
-    """Which functions wait, in which call of the loop."""
-    found: set[tuple[str, str]] = set()
+def offloaded(rank: int, names: list[str]) -> list[tuple[bool, bool, list[str]]]:
+    """Whether a run ends with the bits of one that keeps everything, on a CPU and on a device that works ahead."""
+    with pytest.MonkeyPatch.context() as patch:  # several segments and tiles
+        patch.setattr("cocod_accel.averaging.flat._CPU_SEGMENT_BYTES", 256)
+        patch.setattr("cocod_accel.averaging.coder._CPU_TILE", 64)
+        return runs_offloaded(rank, names)
+
+
+def runs_offloaded(rank: int, names: list[str]) -> list[tuple[bool, bool, list[str]]]:
+    found = []
     for name in names:
-        rig = Rig(0.001)
-        model, optimizer = wrapped()
-        with ahead(rig):
-            seen = 0
-
-            def since(call: str, rig: Rig = rig) -> None:
-                nonlocal seen
-                found.update((call, function) for function in rig.reads[seen:])
-                seen = len(rig.reads)
-
-            sync = attach(model, optimizer, ALGORITHMS[name])
-            since("attach")
-            train(model, optimizer, torch.randn(7, 8, 6), rig)
-            since("steps")
-            with sync.averaged():
-                since("averaged")
-            state = sync.state_dict()
-            since("state_dict")
-            sync.load_state_dict(state)
-            since("load_state_dict")
-            sync.finish()
-            since("finish")
-            sync.stats()
-            since("stats")
-        sync.detach()
-    return sorted(found)
+        ends: list[torch.Tensor] = []
+        reads: list[str] = []
+        for offload, is_ahead in ((None, False), ("cpu", False), ("cpu", True)):
+            model, optimizer, sync = begin(ALGORITHMS[name], rank, offload=offload)
+            torch.manual_seed(rank)
+            batches = torch.randn(STEPS, 8, 6)
+            rig = Rig()
+            with ahead(rig) if is_ahead else contextlib.nullcontext():
+                train(model, optimizer, batches[:5])
+                if is_ahead:
+                    reads += rig.reads
+                with sync.averaged():
+                    model(batches[0])
+                state = sync.state_dict()
+                train(model, optimizer, batches[5:7])
+                sync.load_state_dict(state)
+                train(model, optimizer, batches[7:])
+                sync.finish()
+            sync.detach()
+            ends.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+        found.append((torch.equal(ends[0], ends[1]), torch.equal(ends[0], ends[2]), reads))
+    return found
 
 
-def test_where_the_host_waits_is_known() -> None:
-    for found in run_workers(2, whole_life, list(ALGORITHMS), fresh=True):
-        print(found)
-        assert found == sorted(MAY_WAIT)
+def test_what_waits_on_the_host_changes_no_bit() -> None:
+    """Nor does the host wait for it in a step."""
+    for found in run_workers(2, offloaded, OFFLOADED, fresh=True):
+        assert dict(zip(OFFLOADED, found, strict=True)) == dict.fromkeys(OFFLOADED, (True, True, []))

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cocod_accel.averaging.codecs import Codec, Plain, TernGrad, Work, make_codec
 from cocod_accel.averaging.header import ROW_BYTES, Header, Kind
+from cocod_accel.averaging.offload import HostTensor
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.device import wait_for_device
 from cocod_accel.comm.handles import Communicator, Exchange, Handle
@@ -185,6 +186,7 @@ class _Job:
     work: Work
     kept: Tensor | None = None  # what is owed, in blocks
     owed: Tensor | None = None  # the same, flat and without the end
+    kept_from: int = 0  # where that begins
     incoming: tuple[tuple[Tensor, Tensor, Work], ...] = ()  # what all workers say of it
 
 
@@ -195,7 +197,14 @@ class Coder:
     """
 
     def __init__(
-        self, name: str, like: Tensor, comm: Communicator, *, sizes: Sequence[int] = (), seed: tuple[int, ...] = ()
+        self,
+        name: str,
+        like: Tensor,
+        comm: Communicator,
+        *,
+        sizes: Sequence[int] = (),
+        seed: tuple[int, ...] = (),
+        offload: bool = False,
     ) -> None:
         self._codec, second = _stages(name, like.dtype)
         self._second = second
@@ -204,10 +213,7 @@ class Coder:
         _fit(self._codec, sizes or [like.numel()], layout)
         own = layout.elements_of(self._shard)
         keeps = self._codec.has_feedback
-        # With room for what fills the last chunk up; that stays 0.
-        room = like.new_zeros(comm.size * layout.chunk if keeps else 0)
-        #: e, of this worker's shard.
-        self.residual = room[: own.stop - own.start]
+        self._num_own = own.stop - own.start
         #: E, of the chunk that this worker owns.
         self.owned_residual = like.new_zeros(layout.chunk if keeps else 0)
         self._outgoing = Wire(self._codec, layout, comm.size, like)
@@ -222,10 +228,21 @@ class Coder:
         largest = max([math.prod(tile.shape) for tile in tiles] + [layout.num_workers * layout.num_blocks] * self._sums_all)
         self._scratch = like.new_empty(3, largest, layout.block)
         rows = layout.rows_of(self._shard)
-        self._encodings = [self._encoding(tile, room) for tile in tiles if tile.rows.start in rows]
+        # e, with room for what fills the last chunk up; that stays 0. Offloaded, what one tile needs of it is here.
+        size = comm.size * layout.chunk if keeps else 0
+        self._host = HostTensor(size, like) if offload and keeps else None
+        if self._host is not None:
+            self._host.value.zero_()
+        self._kept = like.new_zeros(min(size, largest * layout.block) if offload else size)
+        self._encodings = [self._encoding(tile, self._kept) for tile in tiles if tile.rows.start in rows]
         own_row = rows[self._rank]
         self._sums = [self._sum(own_row, t.blocks) for t in tiles if t.rows.start <= own_row < t.rows.stop]
         self._decodings = [self._decoding(tile) for tile in tiles]
+
+    @property
+    def residual(self) -> Tensor:
+        """e, of this worker's shard."""
+        return (self._kept if self._host is None else self._host.value)[: self._num_own]
 
     @property
     def num_bytes(self) -> int:
@@ -248,9 +265,15 @@ class Coder:
                 torch.sub(values[job.part], centre[job.part], out=job.held)
             if job.filling is not None:
                 job.filling.zero_()
+            if self._host is not None and job.kept is not None:
+                coming = self._host.fetch(job.kept_from, job.kept.view(-1))
+                if coming is not None:
+                    coming.wait()
             if job.owed is not None:
                 job.held.add_(job.owed)
             self._codec.encode_(job.blocks, job.codes, job.scales, job.kept, job.work)
+            if self._host is not None and job.kept is not None:
+                self._host.store(job.kept_from, job.kept.view(-1))
 
     def exchange(self, factors: tuple[float, ...], total: float) -> Exchange:
         @torch.no_grad()
@@ -304,11 +327,12 @@ class Coder:
         held, filling = torch.split(blocks.view(-1), [size, blocks.numel() - size])
         kept = owed = None
         if self._codec.has_feedback:
-            owed = residual[start : start + size]
-            kept = residual[start : start + blocks.numel()].view_as(blocks)
+            here = start if self._host is None else 0
+            owed = residual[here : here + size]
+            kept = residual[here : here + blocks.numel()].view_as(blocks)
         codes, scales = self._outgoing.at(rows, tile.blocks)
         part = slice(tile.start, tile.stop)
-        return _Job(part, blocks, held, filling if filling.numel() else None, codes, scales, work, kept, owed)
+        return _Job(part, blocks, held, filling if filling.numel() else None, codes, scales, work, kept, owed, start)
 
     def _sum(self, own_row: int, part: slice) -> _Job:
         num_blocks, num_workers = part.stop - part.start, self.layout.num_workers

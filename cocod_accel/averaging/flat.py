@@ -72,6 +72,21 @@ def balanced_cuts(sizes: Sequence[int], num_parts: int) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise([*borders, len(sizes)])]
 
 
+def in_pieces(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
+    """Consecutive tensors in pieces of at most ``limit`` bytes once they are flat, but at least one tensor."""
+    pieces: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        real = as_real(tensor)
+        own = real.numel() * payload_dtype(real.dtype).itemsize
+        if pieces[-1] and size + own > limit:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(tensor)
+        size += own
+    return pieces
+
+
 class FlatCopy:
     """One flat copy of a list of tensors: a contiguous buffer per device and payload dtype.
 
@@ -117,6 +132,28 @@ class FlatCopy:
         """buffers -> tensors"""
         for segment in self.segments:
             torch._foreach_copy_(segment.tensors, segment.views)
+
+    def take(self, index: int) -> Tensor:
+        """tensors -> buffers, of one segment, which is returned."""
+        segment = self.segments[index]
+        torch._foreach_copy_(segment.views, segment.tensors)
+        return segment.flat
+
+    def each(self) -> Iterator[Tensor]:
+        """Segment by segment."""
+        return (segment.flat for segment in self.segments)
+
+    def load_cores(self) -> None:
+        """tensors -> buffers, without extras"""
+        for segment in self.segments:
+            if not segment.is_extra:
+                torch._foreach_copy_(segment.views, segment.tensors)
+
+    def store_cores(self) -> None:
+        """buffers -> tensors, without extras"""
+        for segment in self.segments:
+            if not segment.is_extra:
+                torch._foreach_copy_(segment.tensors, segment.views)
 
     @property
     def core_sizes(self) -> list[list[int]]:

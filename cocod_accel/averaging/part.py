@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from torch import Tensor
 from cocod_accel.averaging.coder import Coder, launch_coded
 from cocod_accel.averaging.flat import FlatCopy, Segment, square_sums
 from cocod_accel.averaging.header import SUM_SIZE, Arrivals, Header, Kind
+from cocod_accel.averaging.offload import HostCopy
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Point, Rule, keep_share_, mix_
 from cocod_accel.averaging.weights import mean_, negated_delta_
 from cocod_accel.comm.handles import Handle, ring_total
+
+#: Where x_t is kept.
+Snapshot: TypeAlias = FlatCopy | HostCopy
 
 
 class Ballot(Protocol):
@@ -71,7 +75,7 @@ class _InFlight:
     worker's own steps is kept.
     """
 
-    snapshot: FlatCopy
+    snapshot: Snapshot
     total: FlatCopy
     handle: Handle | None
     header: Header | None = None
@@ -107,18 +111,28 @@ class Part:
         #: Of the last mean that was taken in.
         self.drift = Drift()
         self._in_flight: _InFlight | None = None
-        self._pair: tuple[FlatCopy, FlatCopy] | None = None
+        self._pair: tuple[Snapshot, FlatCopy] | None = None
+        self._is_offloaded = False
         self._arrivals, self._ballots = Arrivals(), Arrivals()
         is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
         #: z, where it is more than the last mean.
         self.point = Point(self.parameters, self.rule.outer) if is_needed else None
-        self._coders: list[Coder] = []
-        if self.point is not None and codec != "fp32":
-            self._coders = [Coder(codec, core, route.comm) for core in self.point.cores]
+        self._codec = codec
+        self._coders = self._new_coders()
         keeps_less = self.point is not None and self.rule.own_share < 1
         #: What merges have left out of x and no average carries yet: (1 - a) f.
         self._left_out = FlatCopy(self.parameters) if keeps_less else None
         self._has_left_out = False
+
+    def offload(self) -> None:
+        """From now on x_t and what rounding has dropped wait in the host's memory. Before training begins."""
+        self._is_offloaded = True
+        self._coders = self._new_coders()
+
+    def _new_coders(self) -> list[Coder]:
+        if self.point is None or self._codec == "fp32":
+            return []
+        return [Coder(self._codec, core, self.route.comm, offload=self._is_offloaded) for core in self.point.cores]
 
     # ---- verbs
 
@@ -151,8 +165,8 @@ class Part:
             assert self.point is not None
             if total.tails:
                 flight.beside.append(self.route.comm.launch(total.tails))
-            # What is coded stands in ``total``, if it is more than x_t; the mean takes its place.
-            values = total.cores if self._has_left_out else snapshot.cores
+            # What is coded stands in ``total``, if it is not x_t, or x_t is not here; the mean takes its place.
+            values = total.cores if self._has_left_out or isinstance(snapshot, HostCopy) else snapshot.cores
             coding = self._coders, values, self.point.cores
             flight.handle = launch_coded(*coding, self.route.comm, header, weights.total)
         else:
@@ -189,11 +203,11 @@ class Part:
         self._arrive(flight)
         self._count_bytes(flight)
         drift, index = Drift(), 0
-        for segment, local in zip(flight.total.segments, flight.snapshot.segments, strict=True):
+        for segment, local in zip(flight.total.segments, flight.snapshot.each(), strict=True):
             mean = mean_(segment.flat, self._divisor(flight, segment))
             if not segment.is_extra:
                 drift.norms += square_sums(mean)
-                drift.distances += square_sums(local.flat.sub_(mean))
+                drift.distances += square_sums(local.sub_(mean))
                 if self.point is not None:
                     mean.copy_(self.point.follow(index, mean))
                 index += 1
@@ -209,24 +223,24 @@ class Part:
             return
         self._arrive(flight)
         flight.handle = None
-        for index, (segment, local) in enumerate(zip(flight.total.segments, flight.snapshot.segments, strict=True)):
+        for index, (segment, local) in enumerate(zip(flight.total.segments, flight.snapshot.each(), strict=True)):
             divisor = self._divisor(flight, segment)
             if self.point is None:
                 flight.drift.norms += [piece / divisor**2 for piece in square_sums(segment.flat)]
-                flight.drift.distances += square_sums(negated_delta_(segment.flat, local.flat, divisor))
+                flight.drift.distances += square_sums(negated_delta_(segment.flat, local, divisor))
                 continue
             mean = mean_(segment.flat, divisor)
             flight.drift.norms += square_sums(mean)
             if self._left_out is None and self.point.outer.is_mean:
                 self.point.follow(index, mean)
-                away = torch.sub(local.flat, mean, out=segment.flat)  # which held the mean
+                away = torch.sub(local, mean, out=segment.flat)  # which held the mean
             else:
-                away = local.flat - mean
+                away = local - mean
                 z = self.point.follow(index, mean)
                 if self._left_out is None:
-                    torch.sub(local.flat, z, out=segment.flat)
+                    torch.sub(local, z, out=segment.flat)
                 else:
-                    segment.flat.copy_(local.flat)
+                    segment.flat.copy_(local)
             flight.drift.distances += square_sums(away)
         self._point_is_set()
 
@@ -250,6 +264,21 @@ class Part:
             coder.clear()
         self._has_left_out = False
 
+    @torch.no_grad()
+    def keep_local(self) -> Snapshot:
+        """A copy of the parameters, for as long as nobody launches.
+
+        It lies where rounds keep x_t: once an average has landed, nobody needs that any more. It is landed here, which
+        delays nobody: whatever is averaged meanwhile would travel behind it.
+        """
+        if self._in_flight is not None and self._in_flight.handle is not None:
+            for handle in (*self._in_flight.beside, self._in_flight.handle):
+                handle.wait()  # before its cost is counted: it was not training that waited
+            self.land()
+        room: Snapshot = FlatCopy(self.parameters) if self._pair is None else self._pair[0]
+        room.load_cores()
+        return room
+
     def poll(self) -> None:
         """Note in passing whether the average in flight has arrived."""
         if self._in_flight is not None and self._in_flight.handle is not None:
@@ -262,21 +291,22 @@ class Part:
 
     # ---- the state between two steps
 
-    def state(self) -> dict[str, Any]:
-        """Waits for what is in flight; starts no collective."""
+    def state(self, *, copies: bool = True) -> dict[str, Any]:
+        """Waits for what is in flight; starts no collective. Without ``copies`` it holds only until the next step."""
         self.land()
         self._settle_votes()
         flight = self._in_flight
-        left_out = self._left_out.clone_buffers() if self._left_out is not None and self._has_left_out else None
+        keep = torch.clone if copies else torch.detach
+        left_out = self._left_out.buffers if self._left_out is not None and self._has_left_out else None
         return {
             "number": self.number,
-            "in_flight": None if flight is None else [core.clone() for core in flight.total.cores],
+            "in_flight": None if flight is None else [keep(core) for core in flight.total.cores],
             "is_coded": flight is not None and flight.is_coded,
             "drift": [*self.drift.state(), *([] if flight is None else flight.drift.state())],
-            "point": None if self.point is None else self.point.state(),
-            "residuals": [coder.residual.clone() for coder in self._coders],
-            "owned_residuals": [coder.owned_residual.clone() for coder in self._coders],
-            "left_out": left_out,
+            "point": None if self.point is None else self.point.state(copies=copies),
+            "residuals": [keep(coder.residual) for coder in self._coders],
+            "owned_residuals": [keep(coder.owned_residual) for coder in self._coders],
+            "left_out": None if left_out is None else [keep(buffer) for buffer in left_out],
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -311,7 +341,7 @@ class Part:
             self._left_out.fill(state["left_out"])
             self._has_left_out = True
         if state["in_flight"] is not None and not self.route.is_alone:
-            self._pair = FlatCopy(self.parameters, header_size=SUM_SIZE), FlatCopy(self.parameters, header_size=SUM_SIZE)
+            self._pair = self._new_pair(())
             for core, value in zip(self._pair[1].cores, state["in_flight"], strict=True):
                 core.copy_(value)
             self._in_flight = _InFlight(*self._pair, handle=None, is_coded=state["is_coded"])
@@ -320,18 +350,20 @@ class Part:
 
     # ---- details
 
-    def _fill(self, snapshot: FlatCopy, total: FlatCopy, is_coded: bool) -> None:
+    def _fill(self, snapshot: Snapshot, total: FlatCopy, is_coded: bool) -> None:
         """snapshot <- x_t; total <- what is summed or coded: x_t and what was left out, and extras."""
         factor, index = self.route.weights.factor, 0
-        for local, scaled in zip(snapshot.segments, total.segments, strict=True):
-            torch._foreach_copy_(local.views, local.tensors)
-            if not local.is_extra and self._has_left_out and self._left_out is not None:
-                torch.add(local.flat, self._left_out.segments[index].flat, out=scaled.flat)
+        for position, scaled in enumerate(total.segments):
+            local = snapshot.take(position)
+            if not scaled.is_extra and self._has_left_out and self._left_out is not None:
+                torch.add(local, self._left_out.segments[index].flat, out=scaled.flat)
                 if not is_coded:
                     scaled.flat.mul_(factor)
-            elif local.is_extra or not is_coded:
-                torch.mul(local.flat, factor, out=scaled.flat)
-            index += not local.is_extra
+            elif scaled.is_extra or not is_coded:
+                torch.mul(local, factor, out=scaled.flat)
+            elif isinstance(snapshot, HostCopy):
+                scaled.flat.copy_(local)
+            index += not scaled.is_extra
 
     def _keep_share(self, total: FlatCopy) -> None:
         assert self._left_out is not None
@@ -401,16 +433,21 @@ class Part:
         if flight.is_coded:
             traffic.num_bytes += ring_total(sum(coder.num_bytes for coder in self._coders), comm.size)
 
-    def _flat_pair(self, extras: Sequence[Tensor]) -> tuple[FlatCopy, FlatCopy]:
+    def _flat_pair(self, extras: Sequence[Tensor]) -> tuple[Snapshot, FlatCopy]:
         wanted = [*self.parameters, *extras]
         if self._pair is not None:
             held = self._pair[0].sources
             if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
                 return self._pair
             self._pair = None
-        first, second = (FlatCopy(self.parameters, extras, header_size=SUM_SIZE) for _ in range(2))
-        self._pair = first, second
+        self._pair = self._new_pair(extras)
         return self._pair
+
+    def _new_pair(self, extras: Sequence[Tensor]) -> tuple[Snapshot, FlatCopy]:
+        total = FlatCopy(self.parameters, extras, header_size=SUM_SIZE)
+        if self._is_offloaded:
+            return HostCopy(total), total
+        return FlatCopy(self.parameters, extras, header_size=SUM_SIZE), total
 
 
 def _votes_in(ballot: Tensor) -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cocod_accel.averaging.coder import coded_bytes, time_coding
-from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
+from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts, in_pieces
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
 from cocod_accel.averaging.part import Ballot, Drift, Part
 from cocod_accel.averaging.route import Route
@@ -28,6 +28,9 @@ UNLIKE_STATES = (
     "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
     'use optimizer_state="keep"'
 )
+
+# What a mean to evaluate with takes beside the model, and what one collective of it sends.
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass
@@ -66,6 +69,13 @@ class Replica:
         self._exact: Part | None = None
         self._exact_drift: Drift | None = None
         self._num_evaluations = 0
+        self._is_offloaded = False
+
+    def offload(self) -> None:
+        """From now on what only the end of a round needs waits in the host's memory. Before training begins."""
+        self._is_offloaded = True
+        for part in self.parts:
+            part.offload()
 
     # ---- verbs of an algorithm
 
@@ -121,6 +131,8 @@ class Replica:
     def launch_exact(self) -> None:
         """The first half of :meth:`equalise`: start the mean, in full."""
         self._exact = Part(self.parameters, self.route, kind=Kind.FINISH)
+        if self._is_offloaded:
+            self._exact.offload()
         self._exact.launch(self._extras(self.parameters, with_buffers=True))
 
     def adopt_exact(self) -> None:
@@ -138,20 +150,44 @@ class Replica:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Hold the mean of all workers' models, buffers too; afterwards the local state is back bit for bit."""
-        with self.with_mean(self.launch_mean()):
+        """Hold the mean of all workers' models, buffers too; afterwards the local state is back bit for bit.
+
+        Piece by piece, so that no more than one piece is needed beside the local state, which lies where rounds keep x_t.
+        """
+        with torch.no_grad():
+            kept = [part.keep_local() for part in self.parts]
+            buffers = self.buffers()
+            kept_buffers = [buffer.clone() for buffer in buffers]
+        try:
+            with torch.no_grad():
+                if not self.route.is_alone or self.route.node is not None:
+                    self._average_in_pieces()
             yield
+        finally:
+            with torch.no_grad():
+                for copy in kept:
+                    copy.store_cores()
+                for buffer, value in zip(buffers, kept_buffers, strict=True):
+                    buffer.copy_(value)
+
+    def _average_in_pieces(self) -> None:
+        self._num_evaluations += 1
+        pieces, floating = in_pieces(self.parameters, _PIECE_BYTES), self._floating_buffers()
+        for number, piece in enumerate(pieces, start=1):
+            self._take_mean(self._launch_mean(piece, floating if number == len(pieces) else ()))
 
     @torch.no_grad()
     def launch_mean(self) -> MeanInFlight:
-        """The first half of :meth:`averaged`: start the mean of all workers' models now.
-
-        It touches nothing that training goes on from, and is not counted: traffic explains training time.
-        """
-        node, weights = self.route.node, self.route.weights
-        if self.route.is_alone and node is None:
+        """The first half of :meth:`averaged` in one piece: start the mean of all workers' models now."""
+        if self.route.is_alone and self.route.node is None:
             return MeanInFlight()
-        total = FlatCopy(self.parameters, self._floating_buffers(), header_size=SUM_SIZE)
+        self._num_evaluations += 1
+        return self._launch_mean(self.parameters, self._floating_buffers())
+
+    def _launch_mean(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> MeanInFlight:
+        """It touches nothing that training goes on from, and is not counted: traffic explains training time."""
+        node, weights = self.route.node, self.route.weights
+        total = FlatCopy(parameters, buffers, header_size=SUM_SIZE)
         if total.header is None:
             return MeanInFlight()
         total.load()
@@ -159,7 +195,6 @@ class Replica:
             payload.mul_(weights.factor)
         if node is not None:
             node.average_([segment.flat for segment in total.segments if segment.is_extra])
-        self._num_evaluations += 1
         header = Header(Kind.EVALUATION, self._num_evaluations, weights.factors, weights.rank)
         header.write(total.header)
         return MeanInFlight(total, self.route.comm.launch(total.buffers), header)
@@ -230,9 +265,9 @@ class Replica:
 
     # ---- the state between two steps
 
-    def state(self) -> dict[str, Any]:
-        """Waits for what is in flight; starts no collective."""
-        parts = [part.state() for part in self.parts]
+    def state(self, *, copies: bool = True) -> dict[str, Any]:
+        """Waits for what is in flight; starts no collective. Without ``copies`` it holds only until the next step."""
+        parts = [part.state(copies=copies) for part in self.parts]
         return {"parts": parts, "drift": None if self._exact_drift is None else self._exact_drift.state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -263,8 +298,7 @@ class Replica:
         if everyone.size > 1:
             shapes = repr([tuple(tensor.shape) for tensor in tensors]).encode()
             mark = int.from_bytes(hashlib.blake2b(shapes, digest_size=2).digest(), "big") + 1
-            sums = torch.tensor([mark, mark * mark], dtype=torch.float64)
-            sums = sums.to(self.parameters[0].device)
+            sums = torch.tensor([mark, mark * mark], device=self.parameters[0].device)  # some devices have no float64
             self.route.traffic.wait_for([everyone.launch([sums])])
             first, second = sums.tolist()
             if everyone.size * second != first * first:  # equal only if all marks are

@@ -163,11 +163,12 @@ class Point:
 
     # ---- the state between two steps
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self, *, copies: bool = True) -> dict[str, Any] | None:
         if not self.is_set:
             return None
-        velocity = [] if self._velocity is None else [core.clone() for core in self._velocity.cores]
-        return {"z": [core.clone() for core in self._z.cores], "velocity": velocity}
+        keep = torch.clone if copies else torch.detach
+        velocity = [] if self._velocity is None else [keep(core) for core in self._velocity.cores]
+        return {"z": [keep(core) for core in self._z.cores], "velocity": velocity}
 
     def check_state(self, state: dict[str, Any] | None) -> None:
         if state is not None:

@@ -184,7 +184,7 @@ class Checkpoints:
             "kinds": [type(optimizer).__name__ for optimizer in self._subject.optimizers],
             "custom": [thing.state_dict() for thing in self._custom_objects],
             "schedulers": [_packable(thing.state_dict()) for thing in getattr(self._accelerator, "_schedulers", [])],
-            "sync": self._sync.state_dict(),
+            "sync": self._sync.control.state_to_write(),
             "num_workers": self._num_workers,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "engine": engine_state(self._subject.engine),

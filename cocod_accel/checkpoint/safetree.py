@@ -11,22 +11,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocod_accel.comm.agreement import bytes_of
+
 _KEY = "cocod_accel"
+_PIECE_ELEMENTS = 1 << 24
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
 
 def write(path: Path, tree: Any) -> None:
     """Write a tree of dicts, lists, tuples, tensors, numbers, strings, booleans and None, and wait until it is on disk."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {}
-    skeleton = _pack(tree, tensors, set())
-    save_file(tensors, path, metadata={_KEY: json.dumps(skeleton)})
+    skeleton = _pack(tree, tensors)
+    # Written here, and not by the library: it would first have all of it in the host's memory, and shared memory (tied
+    # weights, views of one buffer) twice.
+    header: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(skeleton)}}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that every tensor is aligned
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for _, tensor in ordered:
+            for piece in tensor.detach().reshape(-1).split(_PIECE_ELEMENTS):
+                file.write(bytes_of(piece))
     flush(path)
 
 
 def check(tree: Any) -> None:
     """Raise a TypeError for what cannot be written."""
-    _pack(tree, {}, set())
+    _pack(tree, {})
 
 
 def read(path: Path, device: str | torch.device = "cpu") -> Any:
@@ -55,21 +76,18 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _pack(value: Any, tensors: dict[str, Tensor], seen: set[int]) -> Any:
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
+        if value.dtype not in _DTYPES:
+            raise TypeError(f"a tensor of {value.dtype} cannot be saved; use one of {', '.join(map(str, _DTYPES))}")
         name = f"t{len(tensors)}"
-        stored = value.detach().cpu().contiguous()
-        # Each tensor is written by itself: shared memory (tied weights, views of one buffer) cannot be.
-        if stored.untyped_storage().data_ptr() in seen or stored.untyped_storage().nbytes() != stored.nbytes:
-            stored = stored.clone()
-        seen.add(stored.untyped_storage().data_ptr())
-        tensors[name] = stored
+        tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
-        return {"dict": [[_pack(key, tensors, seen), _pack(item, tensors, seen)] for key, item in value.items()]}
+        return {"dict": [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_pack(item, tensors, seen) for item in value]}
+        return {kind: [_pack(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{type(value).__name__} cannot be saved; use tensors, numbers, strings, lists and dicts")

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         print(results.line(row), flush=True)
 
     what = "CPU processes; this says nothing about GPUs" if kind == "cpu" else "devices"
-    print(f"{num_workers} {what}; some two minutes", flush=True)
+    print(f"{num_workers} {what}; two minutes at most", flush=True)
     rows, machine = run_workers(kind, num_workers, folder.resolve(), show)
     results.write(folder / "selftest.json", rows, machine, kind, num_workers)
     failed = [row["check"] for row in rows if row["state"] == "failed"]

@@ -51,6 +51,12 @@ class Torch:
 backend = Torch()
 
 
+def room_on_host(num_elements: int, like: Tensor) -> Tensor:
+    """Memory of the host that the device of ``like`` can copy from and to by itself."""
+    shape = torch.empty(num_elements, dtype=like.dtype, device="meta")
+    return backend.on_host(shape) if runs_ahead(like.device) else torch.empty(num_elements, dtype=like.dtype)
+
+
 def runs_ahead(device: torch.device) -> bool:
     """Whether the host does not wait for what this device computes."""
     return backend.runs_ahead(device)
@@ -150,6 +156,9 @@ class Reached:
     def wait(self) -> None:
         """What comes next on the current stream comes after it; the host does not wait."""
         backend.current_stream(self._device).wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
 
 
 class Fetch:

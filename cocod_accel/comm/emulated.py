@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cocod_accel.comm.device import Moment
+from cocod_accel.comm.device import Moment, wait_for_stream
 from cocod_accel.comm.handles import Communicator, Exchange, Handle
 
 
@@ -35,6 +35,9 @@ class EmulatedLink:
 
     Every sum carries each worker's time of launch, so that all agree on when the last one joined: from then on the
     emulated transfer runs, after those before it. Workers share a clock, so they must share a machine.
+
+    It is the host's clock, so a device that works ahead of it is waited for where a transfer begins and where it is waited
+    for: its current stream only, or there would be nothing to compute beside.
     """
 
     def __init__(self, comm: Communicator, link: Link) -> None:
@@ -61,9 +64,10 @@ class EmulatedLink:
         return self._stretched(inner, inner[1].num_bytes, begin, joined)
 
     def _joining(self, device: torch.device) -> tuple[float, Tensor]:
-        joined = torch.zeros(self.size, dtype=torch.float64)
+        wait_for_stream(device)
+        joined = torch.zeros(self.size, dtype=torch.int64)  # some devices have no float64
         begin = time.perf_counter()
-        joined[self.rank] = begin
+        joined[self.rank] = round(1e9 * begin)
         return begin, joined.to(device)
 
     def _stretched(self, inner: Sequence[Handle], num_bytes: int, begin: float, joined: Tensor) -> Handle:
@@ -82,6 +86,9 @@ class _StretchedHandle(Handle):
         self._end = None
         self._inner, self._seconds, self._joined, self._before = inner, seconds, joined, before
         self._due: float | None = None
+
+    def approach(self) -> None:
+        wait_for_stream(self._joined.device)
 
     def poll(self) -> None:
         # The real sum may have been seen late, but it was there in time: it is not noted here unless it is complete.
@@ -108,7 +115,7 @@ class _StretchedHandle(Handle):
         if self._due is None:
             for handle in self._inner:
                 handle.wait()
-            begin = float(self._joined.max())
+            begin = int(self._joined.max()) / 1e9
             if self._before is not None:
                 begin = max(begin, self._before._due_seconds())
                 self._before = None  # or every transfer of a run would be kept

@@ -66,6 +66,9 @@ class Handle:
         if self._end is not None and works:
             keep_until(self._end, works, kept)
 
+    def approach(self) -> None:
+        """Called right before the time is taken from which on somebody waits for it."""
+
     def poll(self) -> None:
         """Note the time if the sum is complete by now."""
         if self._end is None and all(work.is_completed() for work in self._works):

@@ -44,6 +44,8 @@ class Traffic:
         if not handles:
             return
         device = handles[0].device
+        for handle in handles:
+            handle.approach()
         blocked_from = Moment(device)
         for handle in handles:
             handle.wait()

@@ -181,6 +181,8 @@ class ClusterConfig:
     frozen_seconds: float = field(default=120.0, metadata=positive() | affects(Affects.CELL))
     #: Blocks of threads (CTAs) that an average may occupy on a GPU, beside computing; null: NCCL's own choice.
     ctas: int | None = field(default=4, metadata=at_least(1) | affects(Affects.FIGURES))
+    #: cpu: what only the end of a round needs waits in the host's memory (local, asynlocal, cocod); null: on the device.
+    offload: str | None = field(default=None, metadata=one_of("cpu") | affects(Affects.FIGURES))
 
 
 @dataclass

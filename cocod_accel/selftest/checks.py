@@ -38,7 +38,10 @@ class Place:
     device: torch.device
     rank: int
     num_workers: int
+    #: For what whoever runs this is to have.
     folder: Path
+    #: For what nobody needs afterwards.
+    scratch: Path
     #: What :func:`coded_in_one_process` found.
     coded: list[Tensor] = field(default_factory=list)
 
@@ -256,8 +259,7 @@ def codecs(place: Place) -> Finding:
 
 def resumed(place: Place) -> Finding:
     """A run that is stopped in the middle of a round and goes on ends with the bits of one that is not."""
-    names = [str(place.folder / "checkpoints")] if place.rank == 0 else []
-    folder = Path(exchange_reports(names, dist.group.WORLD, place.device)[0][0])
+    folder = place.scratch / "checkpoints"
     algorithm = CoCoDSGD(4, payload="int8")
     batches = _batches(place, torch.float32)[place.rank]
 

@@ -21,7 +21,7 @@ from cocod_accel.comm.device import wait_for_device
 from cocod_accel.comm.emulated import Link
 from cocod_accel.sync.attach import attach
 
-_PERIOD, _ROUNDS, _WARM_UP = 5, 8, 5
+_PERIOD, _ROUNDS, _WARM_UP = 5, 6, 5
 #: A stretched transfer takes so much of a round's computing.
 _STRETCH = 0.6
 _ANCHOR = "cocod_accel: here its clock is read"

@@ -1,6 +1,6 @@
-"""One worker of ``cocod selftest``: ``python -m cocod_accel.selftest.worker DEVICE FOLDER``.
+"""One worker of ``cocod selftest``: ``python -m cocod_accel.selftest.worker DEVICE FOLDER SCRATCH``.
 
-Worker 0 prints a line of JSON for each check.
+Worker 0 prints lines of JSON: the machine, each check, and that the last one has come to its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cocod_accel.selftest.checks import CHECKS, Check, Finding, Place, coded_in_
 _TIMEOUT = timedelta(seconds=60)
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, scratch: Path) -> None:
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if kind == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -35,12 +35,18 @@ def main(kind: str, folder: Path) -> None:
         backend = dist.get_default_backend_for_device(device)
     coded = coded_in_one_process(rank, num_workers)
     dist.init_process_group(backend, timeout=_TIMEOUT)
-    place = Place(device, rank, num_workers, folder, coded)
+    place = Place(device, rank, num_workers, folder, scratch, coded)
+    if rank == 0:
+        _say({"machine": _machine(device, backend)})
     for check in CHECKS:
         _answer(place, check)
     if rank == 0:
-        print(json.dumps({"machine": _machine(device, backend)}), flush=True)
+        _say({"done": True})
     killed(place)
+
+
+def _say(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
 
 
 def _answer(place: Place, check: Check) -> None:
@@ -52,8 +58,8 @@ def _answer(place: Place, check: Check) -> None:
     text = f"worker {wrong[0][0]}: {wrong[0][1].text}" if wrong and finding.is_right else finding.text
     if place.rank == 0:
         state = "failed" if wrong else "skipped" if finding.is_skipped else "passed"
-        row = {"check": check.name, "state": state, "text": text, "seconds": round(seconds, 2), "values": finding.values}
-        print(json.dumps(row), flush=True)
+        told = {"text": text, "seconds": round(seconds, 2), "values": finding.values}
+        _say({"check": check.name, "state": state, **told})
 
 
 def _machine(device: torch.device, backend: str) -> dict[str, Any]:
@@ -77,4 +83,4 @@ def _machine(device: torch.device, backend: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

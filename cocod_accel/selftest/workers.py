@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+#: What each of them runs.
+MODULE = "cocod_accel.selftest.worker"
 #: All checks together, at most.
 _SECONDS = 300.0
 #: A worker that is killed must be named by the others within this time.
@@ -45,34 +47,34 @@ def run_workers(
     """All rows, and what worker 0 says of the machine; ``on_row`` is called as they come."""
     rows: list[Row] = []
     machine: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as logs, _started(kind, num_workers, folder, Path(logs)) as workers:
-        errors = [Path(logs) / f"{rank}.txt" for rank in range(num_workers)]
+    is_done = False
+    with tempfile.TemporaryDirectory() as scratch, _started(kind, num_workers, folder, Path(scratch)) as workers:
         deadline = threading.Timer(_SECONDS, _kill, [workers])
         deadline.start()
-        ended = threading.Event()
-        watcher = threading.Thread(target=_kill_others_soon, args=(workers, ended), daemon=True)
-        watcher.start()
+        ending = _Ending(workers)
         try:
             for line in _lines(workers[0].stdout):
                 if "machine" in line:
                     machine = line["machine"]
-                    continue
-                rows.append(line)
-                on_row(line)
+                elif "check" in line:
+                    rows.append(line)
+                    on_row(line)
+                else:
+                    is_done = True
             for worker in workers:
                 worker.wait()
         finally:
             deadline.cancel()
-            ended.set()
-        said = [path.read_text(errors="replace") for path in errors]
-        last = _fault(workers, said, watcher) if machine else _failure(workers, said)
+            ending.stop()
+        said = [_errors_of(Path(scratch), rank).read_text(errors="replace") for rank in range(num_workers)]
+        last = _fault(workers, said, ending.seconds) if is_done else _failure(workers, said)
         rows.append(last)
         on_row(last)
     return rows, machine
 
 
 @contextmanager
-def _started(kind: str, num_workers: int, folder: Path, logs: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def _started(kind: str, num_workers: int, folder: Path, scratch: Path) -> Iterator[list[subprocess.Popen[str]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -80,11 +82,11 @@ def _started(kind: str, num_workers: int, folder: Path, logs: Path) -> Iterator[
     shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if kind == "cpu":
         shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    line = [sys.executable, "-m", "cocod_accel.selftest.worker", kind, str(folder)]
+    line = [sys.executable, "-m", MODULE, kind, str(folder), str(scratch)]
     workers: list[subprocess.Popen[str]] = []
     try:
         for rank in range(num_workers):
-            with (logs / f"{rank}.txt").open("w") as errors:
+            with _errors_of(scratch, rank).open("w") as errors:
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 workers.append(subprocess.Popen(line, env=own, stdout=out, stderr=errors, text=True))
@@ -93,6 +95,10 @@ def _started(kind: str, num_workers: int, folder: Path, logs: Path) -> Iterator[
         _kill(workers)
         for worker in workers:
             worker.wait()
+
+
+def _errors_of(scratch: Path, rank: int) -> Path:
+    return scratch / f"worker_{rank}.txt"
 
 
 def _lines(stream: IO[str] | None) -> Iterator[Row]:
@@ -108,27 +114,40 @@ def _kill(workers: list[subprocess.Popen[str]]) -> None:
             worker.kill()
 
 
-def _kill_others_soon(workers: list[subprocess.Popen[str]], ended: threading.Event) -> None:
+class _Ending:
     """Once a worker is gone, all others must go by themselves; whoever has not done so in time is ended here."""
-    while all(worker.poll() is None for worker in workers):
-        if ended.wait(0.02):
-            return
-    begin = time.monotonic()
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < begin + 2 * _NAMED_SECONDS:
-        time.sleep(0.02)
-    threading.current_thread().name = f"{time.monotonic() - begin:.1f}"
-    _kill(workers)
+
+    def __init__(self, workers: list[subprocess.Popen[str]]) -> None:
+        self._workers = workers
+        self._stopped = threading.Event()
+        #: From the end of the first worker to that of the last.
+        self.seconds = 0.0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The workers have ended."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while all(worker.poll() is None for worker in self._workers):
+            if self._stopped.wait(0.02):
+                return
+        begin = time.monotonic()
+        while any(worker.poll() is None for worker in self._workers) and self.seconds < 2 * _NAMED_SECONDS:
+            time.sleep(0.02)
+            self.seconds = time.monotonic() - begin
+        _kill(self._workers)
 
 
-def _fault(workers: list[subprocess.Popen[str]], said: list[str], watcher: threading.Thread) -> Row:
-    watcher.join()
-    seconds = float(watcher.name)
+def _fault(workers: list[subprocess.Popen[str]], said: list[str], seconds: float) -> Row:
     last = len(workers) - 1
     silent = [rank for rank in range(last) if not re.search(rf"error: worker {last} died at step \d+", said[rank])]
-    row: Row = {"check": "killed", "state": "passed", "seconds": seconds, "values": {"seconds": seconds}}
+    row: Row = {"check": "killed", "state": "passed", "seconds": round(seconds, 2), "values": {}}
     row["text"] = f"worker {last} was killed: all others named it, and had ended after {seconds:.1f} s"
     if silent:
-        row |= {"state": "failed", "text": f"worker {last} was killed: not named by {silent}"}
+        row |= {"state": "failed", "text": f"worker {last} was killed: not named by {silent}", "values": {"stderr": said}}
     elif seconds > _NAMED_SECONDS:
         row |= {"state": "failed", "text": f"worker {last} was killed: the others ended only after {seconds:.1f} s"}
     return row

@@ -30,6 +30,7 @@ def attach(
     weight: float = 1,
     inner: Any = None,
     ctas: int | None = 4,
+    offload: str | None = None,
 ) -> Sync:
     """Train ``model`` with ``algorithm`` in a loop that stays as it is.
 
@@ -42,13 +43,15 @@ def attach(
         inner: the process group of the workers on this worker's node. They sum their gradients in every step, and the
             algorithm runs between nodes. Groups must be of equal size.
         ctas: how many blocks of threads (CTAs) an average between nodes may occupy on a GPU, with NCCL; None: its choice.
+        offload: "cpu": what only the end of a round needs waits in the host's memory, the model at its start and what a
+            codec's rounding has dropped. On a GPU that memory is pinned.
 
     Every worker must call this at the same point. What is wrong on one worker is raised on all of them.
     """
     problem: Exception | None = None
     subject: Subject | None = None
     try:
-        subject = Subject.examine(model, optimizer, algorithm, weight, inner, ctas)
+        subject = Subject.examine(model, optimizer, algorithm, weight, inner, ctas, offload)
     except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
         problem = error
     apparent = group_of(model) if inner is None else default_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,6 +87,10 @@ class Control:
         """The weights that were in force when a state was saved; every worker passes the same ones. Nothing is finished."""
         self._sync._set_weights(weights)
 
+    def state_to_write(self) -> dict[str, Any]:
+        """``sync.state_dict()`` for whoever writes it down at once: it is not copied, and holds until the next step."""
+        return self._sync._state(copies=False)
+
     # ---- time
 
     def time_transfer(self, payload: str | None = None) -> float:
@@ -96,7 +100,7 @@ class Control:
         What is in flight is waited for first, so that the link is free. It is not counted in ``stats()``.
         """
         self._sync._settle("time_transfer()")
-        self._driver.state()
+        self._driver.state(copies=False)
         codec = self._driver.method.payload if payload is None else payload
         return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers, codec=codec)
 

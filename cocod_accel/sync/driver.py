@@ -30,8 +30,12 @@ class Driver:
         buffers: Callable[[], list[Tensor]],
         optimizers: Sequence[Optimizer],
         route: Route,
+        *,
+        offload: bool = False,
     ) -> None:
         self.replica = algorithm.replica_of(parameters, buffers, route, optimizers)
+        if offload:
+            self.replica.offload()
         self.method = algorithm.bind(self.replica)
         self.clock = RoundClock(algorithm.period, algorithm.delay)
         #: Called before this worker's model enters an average; may raise to keep it out.
@@ -101,8 +105,11 @@ class Driver:
 
     # ---- the state between two steps
 
-    def state(self) -> dict[str, Any]:
-        """What model and optimizers do not hold. Waits for what is in flight; starts no collective."""
+    def state(self, *, copies: bool = True) -> dict[str, Any]:
+        """What model and optimizers do not hold. Waits for what is in flight; starts no collective.
+
+        Without ``copies`` it holds only until the next step.
+        """
         outer = self.method.outer
         return {
             "algorithm": self.method.name,
@@ -117,7 +124,7 @@ class Driver:
                 "outer": [outer.rate, outer.momentum, outer.nesterov],
             },
             "method": self.method.state(),
-            "averages": self.replica.state(),
+            "averages": self.replica.state(copies=copies),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:

@@ -51,6 +51,8 @@ class Subject:
     node: tuple[int, ...] = ()
     #: What its process groups must be for.
     channels: ChannelKey = ((), False, None)
+    #: Whether what only the end of a round needs waits in the host's memory.
+    offloads: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -67,6 +69,7 @@ class Subject:
         weight: object,
         inner: Any = None,
         ctas: int | None = None,
+        offload: str | None = None,
     ) -> Subject:
         if not isinstance(algorithm, Algorithm):
             hint = f"pass {algorithm.__name__}(...)" if isinstance(algorithm, type) else "pass e.g. CoCoDSGD(period=5)"
@@ -74,6 +77,10 @@ class Subject:
         check_weight(weight)
         if ctas is not None and not (type(ctas) is int and 1 <= ctas <= 64):
             raise ValueError(f"ctas={ctas!r}: must be a number from 1 to 64, or None for NCCL's own choice; 4 to 8 is usual")
+        if offload not in (None, "cpu"):
+            raise ValueError(f'offload={offload!r}: must be "cpu", or None to keep everything on the model\'s device')
+        if offload is not None and algorithm.reduces_gradients:
+            raise ValueError(f'offload="cpu": {algorithm.name} keeps no models that could be moved; leave it out')
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         module, ddp = unwrap(model)
@@ -129,6 +136,7 @@ class Subject:
             node=node,
             # Gradients keep all the links that they can get.
             channels=(node, algorithm.payload != "fp32", None if algorithm.reduces_gradients else ctas),
+            offloads=offload is not None,
         )
 
     @property

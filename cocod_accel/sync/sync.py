@@ -69,7 +69,9 @@ class Sync:
         route = Route(channels.between, nodes.between(self._weights), channels.everyone)
         if self._inside is not None:
             route.node = self._inside.replica.route
-        self._driver = Driver(algorithm, subject.trainable, subject.buffers, subject.optimizers, route)
+        self._driver = Driver(
+            algorithm, subject.trainable, subject.buffers, subject.optimizers, route, offload=subject.offloads
+        )
         self._is_attached = True
         self._phase: LocalPhase | None = None
         reducer = self._driver.method if self._inside is None else self._inside
@@ -95,7 +97,7 @@ class Sync:
     def averaged(self) -> Iterator[None]:
         """Inside, the model is the weighted mean of all workers' models, buffers too; then the local state is back.
 
-        Collective. An average in flight is left alone, and so is everything else that training goes on from.
+        Collective. An average in flight is merged when it is due, as without this; nothing that is trained changes.
         """
         self._settle("averaged()")
         self._watcher.is_averaged = self._counter.paused = True
@@ -154,9 +156,12 @@ class Sync:
 
     def state_dict(self) -> dict[str, Any]:
         """What model and optimizer do not hold, on this worker. Waits for what is in flight; starts no collective."""
+        return self._state(copies=True)
+
+    def _state(self, *, copies: bool) -> dict[str, Any]:
         self._settle("state_dict()")
         traffic = [traffic.counters() for traffic in self._control.traffics]
-        return {"version": states.VERSION, **self._driver.state(), "traffic": traffic, "nodes": self.nodes}
+        return {"version": states.VERSION, **self._driver.state(copies=copies), "traffic": traffic, "nodes": self.nodes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict()`` was taken; the caller loads this worker's model and optimizer."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cocod_accel.comm.groups import node_group
+from cocod_accel.comm.agreement import exchange_reports
+from cocod_accel.comm.groups import default_group, node_group
 from cocod_accel.comm.watchdog import Watch
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
@@ -67,9 +68,9 @@ class Worker:
     def _attach(self, inner: Any) -> Sync:
         try:
             weight = self.work.plan.weights[self.rank]
-            sync = attach(
-                self.model, self.optimizer, self.work.algorithm, weight=weight, inner=inner, ctas=self.config.cluster.ctas
-            )
+            cluster = self.config.cluster
+            options = {"inner": inner, "ctas": cluster.ctas, "offload": cluster.offload}
+            sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, **options)
         except (TypeError, ValueError) as error:  # on all workers
             raise ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}") from error
         if self.config.link is not None:
@@ -132,9 +133,7 @@ class Worker:
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """The values of every worker, in the order of ranks. Collective."""
-        tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
-        gathered: Tensor = self.accelerator.gather(tensor)
-        return gathered.tolist()
+        return exchange_reports(values, default_group(), self.accelerator.device)  # some devices have no float64
 
 
 def _prepared(accelerator: Accelerator, model: Any, optimizer: Optimizer, inner: Any) -> tuple[Any, Any]:

@@ -1,0 +1,188 @@
+"""Where our code makes the host wait for a device: every read of a value, every blocking copy, by function.
+
+A new line in what is found is a wait that somebody has added. It is either taken out, or put into the list, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cocod_accel.algorithms import Algorithm, Bucket
+from cocod_accel.comm.groups import Channels, TorchComm, TwoLevelComm
+from cocod_accel.sync.nodes import Nodes
+from cocod_accel.sync.preflight import Report, Subject
+from cocod_accel.sync.sync import Sync
+from cocod_accel.tasks.data import Images
+from cocod_accel.trainer.steps import LossGuard
+from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
+from tests.test_ahead import ALGORITHMS
+
+#: Steps of each algorithm; more rounds than the averages whose headers may be unread.
+STEPS = 13
+
+#: What a step, or a round's end, may wait for: the host is rounds ahead by then, and nothing has been put there since.
+IN_STEPS = {("event", "comm/device.py:value"): "headers and votes of averages that have come long ago"}
+
+#: Outside of steps, by what is called: who waits there, and why.
+ELSEWHERE = {
+    "averaged": {
+        ("value", "averaging/replica.py:_take_mean"): "its header is read at once, because what is evaluated must be right"
+    },
+    "finish": {("value", "averaging/header.py:check"): "so must a model that is exported"},
+    "state_dict": {
+        ("event", "comm/device.py:value"): "no header may stay unread: a wrong average must not be saved",
+        ("event", "comm/device.py:seconds"): "what communication has cost so far is saved",
+        ("value", "averaging/part.py:<listcomp>"): "so is the drift",
+    },
+    "load_state_dict": {},
+    "stats": {
+        ("event", "comm/device.py:seconds"): "what communication has cost is known when it has happened",
+        ("value", "averaging/part.py:<genexpr>"): "the drift is a number",
+    },
+}
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 40, device=CUDA), nn.BatchNorm1d(40, device=CUDA), nn.Linear(40, 3, device=CUDA))
+
+
+def attached(
+    algorithm: Algorithm, module: nn.Module | None = None, *, nodes: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, Sync]:
+    """As :func:`~cocod_accel.attach`, which compares checksums of real numbers and wants DDP."""
+    module = small() if module is None else module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    everyone: Any = dist.group.WORLD
+    comm = TorchComm(everyone, everyone)
+    channels = Channels(comm, None, comm)
+    stated: list[tuple[int, ...]] = [(), ()]
+    if nodes:
+        inside, peers = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
+        between = TwoLevelComm(TorchComm(peers, peers), inside)
+        channels, stated = Channels(between, TorchComm(inside), comm), [(0, 1), (0, 1), (2, 3), (2, 3)]
+    subject = Subject(
+        model=module,
+        module=module,
+        ddp=None,
+        engine=None,
+        router=None,
+        optimizers=[optimizer],
+        trainable=list(module.parameters()),
+        frozen=[],
+        buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers()},
+        signature="",
+        node=stated[0],
+    )
+    assert channels.between.size == 2
+    reports = [Report(weight=1.0, node=node, trainable_digest="equal") for node in stated]
+    return module, optimizer, Sync(subject, algorithm, channels, Nodes.of(stated, 0), reports)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, *, own_gradients: bool = False) -> None:
+    """Gradients come from nowhere; whoever sums them gets them in one bucket, as from DDP."""
+    parameters: list[Tensor] = list(module.parameters())
+    module(torch.empty(8, parameters[0].shape[1], device=CUDA))
+    if own_gradients:  # that are there already
+        optimizer.step()
+        return
+    flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=CUDA)
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    gradients = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+    reducer = sync._driver.method if sync._inside is None else sync._inside
+    if reducer.reduces_gradients:
+        bucket = Bucket(flat, gradients, parameters)
+        reducer.backward_begins(False, False)
+        reducer.reduce(bucket)
+        reducer.send([bucket])
+        reducer.complete([bucket])
+        reducer.backward_ends(False)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def whole_life(device: FakeCuda, algorithm: Algorithm, nodes: bool) -> dict[str, set[tuple[str, str]]]:
+    module, optimizer, sync = attached(algorithm, nodes=nodes)
+    sync.control.listen()
+    found: dict[str, set[tuple[str, str]]] = {}
+
+    def during(call: str, what: Callable[[], Any]) -> Any:
+        device.waits.clear()
+        result = what()
+        found[call] = set(device.waits)
+        return result
+
+    def steps() -> None:
+        for number in range(STEPS):
+            step(module, optimizer, sync)
+            if number == 2:
+                sync.control.request(save=True)
+            sync.control.agreed()
+
+    def averaged() -> None:
+        with sync.averaged():
+            module(torch.empty(8, 6, device=CUDA))
+
+    during("steps", steps)
+    during("averaged", averaged)
+    state = during("state_dict", sync.state_dict)
+    during("load_state_dict", lambda: sync.load_state_dict(state))
+    during("finish", sync.finish)
+    during("stats", sync.stats)
+    sync.detach()
+    return found
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_where_the_host_waits_for_a_gpu_is_known(nodes: bool) -> None:
+    seen: dict[str, set[tuple[str, str]]] = {}
+    with fake_cuda(4 if nodes else 2) as device:
+        for name, algorithm in ALGORITHMS.items():
+            if (nodes and algorithm.reduces_gradients) or "qsgd" in name:  # no GPU, no random numbers of a GPU
+                continue
+            for call, waits in whole_life(device, algorithm, nodes).items():
+                if call == "steps":
+                    assert waits <= IN_STEPS.keys(), name
+                seen.setdefault(call, set()).update(waits)
+    assert seen == {call: set(waits) for call, waits in {"steps": IN_STEPS, **ELSEWHERE}.items()}
+
+
+def test_a_read_and_a_blocking_copy_are_noticed() -> None:
+    """The control."""
+    with fake_cuda() as device:
+        there = torch.ones(3, device=CUDA)
+        device.waits.clear()
+        float(there.sum())
+        there.tolist()
+        there.cpu()
+        torch.ones(3).to(CUDA, non_blocking=True)
+        torch.ones(3).pin_memory().to(CUDA)
+        there.copy_(torch.ones(3))
+        assert [what for what, _ in device.waits] == ["value", "value", "copy", "copy", "copy", "copy"]
+        device.waits.clear()
+        torch.ones(3).pin_memory().to(CUDA, non_blocking=True)
+        there.mul_(2.0).add_(there)
+        assert device.waits == []
+
+
+def test_a_batch_and_the_guard_of_the_trainer_wait_for_nothing() -> None:
+    with fake_cuda() as device:
+        data = Images(torch.zeros(50, 3, 8, 8, dtype=torch.uint8), torch.zeros(50).long(), (0.5,) * 3, (0.2,) * 3, True)
+        guard, generator = LossGuard(0), torch.Generator()
+        losses: Tensor = torch.zeros((), device=CUDA)
+        data.batch(torch.arange(4), CUDA, generator)  # mean and std are sent once
+        device.waits.clear()
+        for number in range(4):
+            inputs, labels = data.batch(torch.arange(4), CUDA, generator)
+            loss = nn.functional.cross_entropy(inputs.flatten(1)[:, :10], labels)
+            guard.note(loss)
+            losses += loss.detach()
+            if number % 2:
+                guard.check(number)
+        assert set(device.waits) <= {("event", "comm/device.py:value")}, "what it asked at the last round's end"
