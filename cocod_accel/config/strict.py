@@ -84,10 +84,14 @@ def resolved(tree: Any) -> Any:
 
 
 def save_yaml(config: Any, path: Path) -> None:
-    """Write a dataclass; loading it gives an equal one."""
+    """Write a dataclass, or a tree of one; loading it gives an equal one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    temporary.replace(path)
+    try:
+        temporary.write_text(OmegaConf.to_yaml(config if OmegaConf.is_config(config) else OmegaConf.structured(config)))
+        temporary.replace(path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def require(good: bool, key: str, value: object, rule: str) -> None:
@@ -103,6 +107,17 @@ def require_choice(text: str, key: str, choices: list[str]) -> None:
 
 def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def printable(text: object) -> str:
+    """One line as a terminal may show it: names and values may come from anybody, and steer a terminal by escapes."""
+    said = str(text)
+    return said if said.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
+
+
+def printable_lines(text: object) -> str:
+    """The same for several lines."""
+    return "\n".join(map(printable, str(text).split("\n")))
 
 
 def _where(source: str, key: str) -> str:
