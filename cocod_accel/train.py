@@ -173,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler])
+    runtime.end_without_launcher(EXIT_FAILED)
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, CheckpointError) as error:

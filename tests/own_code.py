@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +153,11 @@ class PulledSGD(LocalSGD):
         if not 0 <= pull <= 1:
             raise ValueError(f"pull={pull} must be in [0, 1]")
         self.pull = pull
+
+
+def never_ready_on_one(mark: str) -> nn.Module:
+    """Worker 1 is not done with building its model, so that the other waits for it where workers connect."""
+    if os.environ["RANK"] == "1":
+        Path(mark).touch()
+        time.sleep(600)
+    return make_model(4)

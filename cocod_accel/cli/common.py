@@ -109,6 +109,10 @@ def _launch(command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from cocod_accel.comm.watchdog import identity
+    from cocod_accel.trainer.process import LAUNCHER
+
+    os.environ[LAUNCHER] = identity(os.getpid())
     logging.disable(logging.CRITICAL)  # the launcher's own account of a failure: the worker has said what happened
     try:
         launch_command(launch_command_parser().parse_args(command[2:]))
