@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import logging
@@ -26,6 +27,7 @@ from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.auto_code import keep_choice
 from cocod_accel.trainer.calibration import calibrate
+from cocod_accel.trainer.export import OutputError
 from cocod_accel.trainer.resume_policy import Place, find_place
 from cocod_accel.trainer.steps import NonFiniteLossError
 from cocod_accel.trainer.trainer import Trainer
@@ -93,7 +95,7 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
         line = printable(_of_the_lost(rank, what)) if runtime.speaks_of(rank) else None
         end_process(line, EXIT_FAILED)
 
-    agreed = (ConfigError, CheckpointError, KeyboardInterrupt, WorkerLostError)
+    agreed = (ConfigError, CheckpointError, OutputError, KeyboardInterrupt, WorkerLostError)
     with Watch(
         default_store(),
         accelerator.process_index,
@@ -185,6 +187,13 @@ def main(arguments: list[str] | None = None) -> int:
         if str(error):
             print(printable(error), file=sys.stderr, flush=True)
         return EXIT_FAILED
+    except OutputError as error:
+        return _say(f"error: {error}", EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        line = f"error: {error.filename or 'a file'}: {error.strerror}; make room, and run the same command again"
+        return _say(line, EXIT_FAILED)
     except KeyboardInterrupt:
         return _say("interrupted; the run folder holds everything written so far", EXIT_INTERRUPTED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -161,3 +162,29 @@ def never_ready_on_one(mark: str) -> nn.Module:
         Path(mark).touch()
         time.sleep(600)
     return make_model(4)
+
+
+class Crowding(nn.Module):
+    """At its last evaluation somebody fills the disk that the run is on, once."""
+
+    def __init__(self, disk: str, mark: str, evaluations: int) -> None:
+        super().__init__()
+        self.inner = make_model(512)
+        self.disk, self.mark, self.left = Path(disk), Path(mark), evaluations
+
+    def train(self, mode: bool = True) -> Any:
+        self.left -= not mode
+        if not mode and self.left == 0 and not self.mark.exists():
+            self.mark.touch()
+            with contextlib.suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def crowding(disk: str, mark: str, evaluations: int) -> nn.Module:
+    return Crowding(disk, mark, evaluations)

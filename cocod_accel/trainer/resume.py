@@ -140,6 +140,10 @@ class Resumption:
         worker.accelerator.backward(worker.loss(*next(worker.batches(0))))
         worker.optimizer.zero_grad()
 
+    def all(self) -> list[Path]:
+        """The checkpoints that are there, the newest first."""
+        return self._checkpoints.all()
+
     # ---- during the run
 
     def save(self) -> None:
