@@ -198,7 +198,7 @@ class Trainer:
         if error is not None:
             self.recorder.finish(None)
             kept = self.checkpoints.all()
-            then = (
-                f"{kept[0]} is kept; make room, and the same command finishes the run from there" if kept else "all is lost"
-            )
+            then = "there is no checkpoint, so run it again"
+            if kept:
+                then = f"{kept[0]} is kept; make room, and the same command finishes the run from there"
             raise OutputError(f"the trained model could not be written ({error.removeprefix('rank 0: ')}); {then}")
