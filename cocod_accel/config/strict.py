@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 
 class ConfigError(ValueError):
@@ -64,13 +63,14 @@ def merge_strictly(node: type, tree: Any, given_by: Sequence[tuple[DictConfig, s
         _check_keys(node, node, OmegaConf.to_container(given, resolve=False), "", source)
     try:
         return OmegaConf.merge(tree, *(given for given, _ in given_by))
-    except OmegaConfBaseException:
+    except Exception:  # not only OmegaConf's own: a mapping for a list is a TypeError
         # Merging copies the whole tree: only go one by one to find the source of the bad value.
         for given, source in given_by:
             try:
                 tree = OmegaConf.merge(tree, given)
-            except OmegaConfBaseException as error:
-                raise ConfigError(f"{_where(source, error.full_key or '')}: {first_line(error)}") from error
+            except Exception as error:
+                key = getattr(error, "full_key", None) or ""
+                raise ConfigError(f"{_where(source, key)}: {first_line(error)}") from error
         raise
 
 
@@ -79,8 +79,8 @@ def resolved(tree: Any) -> Any:
     try:
         OmegaConf.resolve(tree)
         return OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from error
 
 
 def save_yaml(config: Any, path: Path) -> None:
@@ -94,9 +94,14 @@ def save_yaml(config: Any, path: Path) -> None:
         raise
 
 
+#: Longer values are cut in messages.
+_LONGEST = 300
+
+
 def require(good: bool, key: str, value: object, rule: str) -> None:
     if not good:
-        raise ConfigError(f"{key}={value}: {rule}")
+        shown = str(value)
+        raise ConfigError(f"{key}={shown if len(shown) <= _LONGEST else shown[:_LONGEST] + '...'}: {rule}")
 
 
 def require_choice(text: str, key: str, choices: list[str]) -> None:

@@ -316,6 +316,10 @@ _FINDERS: dict[str, Callable[[Config], list[Path]]] = {
 }
 
 
+#: Of all synthetic images together: 8 GB.
+_MOST_PIXELS = 2_000_000_000
+
+
 def synthetic_options(config: Config) -> dict[str, Any]:
     """``task.args`` of the synthetic task, checked and completed with defaults."""
     options: dict[str, Any] = {
@@ -337,6 +341,13 @@ def synthetic_options(config: Config) -> dict[str, Any]:
                 f"task.args.{key}={value}: must be a positive {'number' if key == 'noise' else 'whole number'}"
             )
         options[key] = value
+    num_images = options["num_train"] + options["num_test"] + options["num_classes"]
+    pixels = options["channels"] * options["size"] ** 2
+    if num_images * pixels > _MOST_PIXELS or pixels > _MOST_PIXELS // 1000:
+        raise ConfigError(
+            f"task.args={options}: is too large to hold in memory; at most {_MOST_PIXELS:,} pixels, and a thousandth of "
+            "that in one image"
+        )
     return options
 
 
