@@ -9,6 +9,10 @@ The training loop stays as it is. See :func:`attach` and :class:`Sync`.
 """
 
 import gc
+import os
+
+#: The process that started this one. Noted before torch is imported: that takes seconds, in which it may end.
+_parent = os.getppid()
 
 # Importing torch makes a million objects, none of them garbage: looking for some is a fifth of the time that it takes.
 _collects = gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import logging
@@ -20,12 +21,13 @@ from cocod_accel.comm.groups import default_group
 from cocod_accel.comm.watchdog import Watch, default_store, end_process
 from cocod_accel.config.loading import load_config, load_training_config, save_config
 from cocod_accel.config.settings import MEASURE, Config
-from cocod_accel.config.strict import ConfigError
+from cocod_accel.config.strict import ConfigError, printable, printable_lines
 from cocod_accel.sync.peers import is_lost_peer
 from cocod_accel.tasks import Task, build_model, build_task
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.auto_code import keep_choice
 from cocod_accel.trainer.calibration import calibrate
+from cocod_accel.trainer.export import OutputError
 from cocod_accel.trainer.resume_policy import Place, find_place
 from cocod_accel.trainer.steps import NonFiniteLossError
 from cocod_accel.trainer.trainer import Trainer
@@ -64,7 +66,7 @@ def run(arguments: list[str]) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: trainer.sync.control.request(save=True))
         summary = trainer.run()
         if accelerator.is_main_process:
-            print(_last_words(summary, config, place.path, trainer), flush=True)
+            print(printable(_last_words(summary, config, place.path, trainer)), flush=True)
     return EXIT_STOPPED if summary is None else 0
 
 
@@ -90,10 +92,10 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
         return
 
     def end(rank: int, what: str) -> None:
-        line = _of_the_lost(rank, what) if runtime.speaks_of(rank) else None
+        line = printable(_of_the_lost(rank, what)) if runtime.speaks_of(rank) else None
         end_process(line, EXIT_FAILED)
 
-    agreed = (ConfigError, CheckpointError, KeyboardInterrupt, WorkerLostError)
+    agreed = (ConfigError, CheckpointError, OutputError, KeyboardInterrupt, WorkerLostError)
     with Watch(
         default_store(),
         accelerator.process_index,
@@ -161,27 +163,44 @@ def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, trai
     )
 
 
+class _Printable(logging.Formatter):
+    """One line, whatever a folder or a file is called."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run; every expected failure becomes one line and an exit code."""
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
+    runtime.end_without_launcher(EXIT_FAILED)
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
     except (ConfigError, CheckpointError) as error:
         return _say(f"error: {error}", EXIT_BAD_INPUT)
     except NonFiniteLossError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # from whichever worker it is
+        print(f"error: {printable(error)}", file=sys.stderr, flush=True)  # from whichever worker it is
         return EXIT_FAILED
     except WorkerLostError as error:
         if str(error):
-            print(error, file=sys.stderr, flush=True)
+            print(printable(error), file=sys.stderr, flush=True)
         return EXIT_FAILED
+    except OutputError as error:
+        return _say(f"error: {error}", EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        line = f"error: {error.filename or 'a file'}: {error.strerror}; make room, and run the same command again"
+        return _say(line, EXIT_FAILED)
     except KeyboardInterrupt:
         return _say("interrupted; the run folder holds everything written so far", EXIT_INTERRUPTED)
 
 
 def _say(line: str, code: int) -> int:
     if runtime.is_speaker():
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
     return code
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +154,37 @@ class PulledSGD(LocalSGD):
         if not 0 <= pull <= 1:
             raise ValueError(f"pull={pull} must be in [0, 1]")
         self.pull = pull
+
+
+def never_ready_on_one(mark: str) -> nn.Module:
+    """Worker 1 is not done with building its model, so that the other waits for it where workers connect."""
+    if os.environ["RANK"] == "1":
+        Path(mark).touch()
+        time.sleep(600)
+    return make_model(4)
+
+
+class Crowding(nn.Module):
+    """At its last evaluation somebody fills the disk that the run is on, once."""
+
+    def __init__(self, disk: str, mark: str, evaluations: int) -> None:
+        super().__init__()
+        self.inner = make_model(512)
+        self.disk, self.mark, self.left = Path(disk), Path(mark), evaluations
+
+    def train(self, mode: bool = True) -> Any:
+        self.left -= not mode
+        if not mode and self.left == 0 and not self.mark.exists():
+            self.mark.touch()
+            with contextlib.suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def crowding(disk: str, mark: str, evaluations: int) -> nn.Module:
+    return Crowding(disk, mark, evaluations)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_a_worker_that_dies_or_freezes_ends_the_run_by_name(
 ) -> None:
     number, pattern = FAULTS[fault]
     # A worker that is only slow, because other tests run, must not be taken for a frozen one.
-    more = ["cluster.frozen_seconds=60"] if fault == "killed" else []
+    # Of three, the dead one's neighbours on both sides find out, and the others only if they are told.
+    more = ["cluster.frozen_seconds=60", "cluster.num_workers=3"] if fault == "killed" else []
     process = start(tmp_path, f"algorithm.name={algorithm}", *more)
     try:
         wait_for_rows(tmp_path, process)
@@ -109,6 +111,55 @@ def end(process: subprocess.Popen[str], tmp_path: Path) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("kill", range(4))
+def test_of_several_workers_the_killed_one_is_always_named(kill: int, tmp_path: Path) -> None:
+    """``python -m tests.kills`` kills 20."""
+    from tests.kills import kills
+
+    (found,) = kills(tmp_path, 1, 3 + kill % 2, seed=kill)
+    assert found.is_named, found
+    assert found.left == 0
+
+
+def is_importing(pid: int) -> bool:
+    return "libtorch_cpu" in read_quietly(Path(f"/proc/{pid}/maps"))
+
+
+def until(is_so: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def are_importing(pids: Iterable[int]) -> bool:
+    maps = [read_quietly(Path(f"/proc/{pid}/maps")) for pid in pids]
+    return bool(maps) and all("libtorch_cpu" in text for text in maps)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("moment", ["at once", pytest.param("importing", marks=pytest.mark.slow), "connecting"])
+def test_a_launcher_that_is_killed_leaves_no_worker(moment: str, tmp_path: Path) -> None:
+    """Before the run folder exists, nobody keeps heartbeats yet."""
+    mark = tmp_path / "building"
+    model = ["model.name=tests.own_code:never_ready_on_one", f"model.args={{mark: {mark}}}"]
+    process = start(tmp_path, "task.name=tests.own_code:make_tensors", "batch_size=2", *model)
+    try:
+        until(lambda: workers_of(tmp_path), "no worker has begun")
+        if moment == "importing":
+            until(lambda: are_importing(workers_of(tmp_path).values()), "the workers do not import torch")
+        elif moment == "connecting":
+            until(mark.exists, "no worker builds its model")
+        process.kill()
+        process.wait()
+        until(lambda: not workers_of(tmp_path), "workers are left")
+        assert not (tmp_path / "run").exists()
+    finally:
+        end(process, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from cocod_accel.config.strict import ConfigError, found
+from cocod_accel.config.strict import ConfigError, found, printable
+
+if TYPE_CHECKING:
+    from cocod_accel.config.settings import Config
 
 #: What ``add_subparsers`` returns.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -58,8 +61,7 @@ def start_workers(
         arguments: passed to it before those of the configuration.
     """
     from cocod_accel.config.loading import load_training_config
-    from cocod_accel.tasks import build_task
-    from cocod_accel.trainer.launch import TRAINER, launch_command
+    from cocod_accel.trainer.launch import TRAINER, launch_command, threads_of_each
 
     check_at_least("--workers", options.workers, 1)
     check_at_least("--max-restarts", max_restarts, 0)
@@ -70,12 +72,35 @@ def start_workers(
     if options.workers is not None:
         configs.append(f"cluster.num_workers={options.workers}")
     config = load_training_config(configs)
-    build_task(config)  # missing data is reported here, once, and not by every worker
+    check_start(config, given, reads_data=not dry_run)
     use_gpu = False if config.cluster.device == "cpu" else None
     num_workers = config.cluster.num_workers
     command = launch_command(num_workers, [*arguments, *configs], use_gpu, max_restarts, given, module or TRAINER)
-    print(shlex.join(command), flush=True)
-    return 0 if dry_run else _launch(command)
+    print(printable(shlex.join(command)), flush=True)
+    if dry_run:
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(num_workers)))
+    return _launch(command)
+
+
+def check_start(config: Config, accelerate_config: Path | None = None, *, reads_data: bool) -> None:
+    """What can be checked before any process starts: a mistake is reported here, once, and not by every worker."""
+    from cocod_accel.tasks import build_task, check_model, check_task
+    from cocod_accel.trainer.launch import most_workers
+    from cocod_accel.trainer.work import Work
+
+    num_workers, most = config.cluster.num_workers, most_workers()
+    if accelerate_config is None and num_workers > most:
+        raise ConfigError(
+            f"cluster.num_workers={num_workers}: is more than the {most} workers that one machine can run; use "
+            "accelerate launch on several machines, or cocod simulate"
+        )
+    facts = check_task(config)
+    task = build_task(config) if reads_data else facts
+    check_model(config, task)
+    if task is not None:
+        for rank in {speed: rank for rank, speed in enumerate(config.speeds)}.values():  # one of each kind
+            Work.of(config, task.num_train, rank)
 
 
 def _launch(command: list[str]) -> int:
@@ -84,7 +109,10 @@ def _launch(command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from cocod_accel.comm.watchdog import identity
+    from cocod_accel.trainer.process import LAUNCHER
+
+    os.environ[LAUNCHER] = identity(os.getpid())
     logging.disable(logging.CRITICAL)  # the launcher's own account of a failure: the worker has said what happened
     try:
         launch_command(launch_command_parser().parse_args(command[2:]))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from cocod_accel.cli.common import Commands
+from cocod_accel.config.strict import printable, printable_lines
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -29,9 +30,9 @@ def run(options: argparse.Namespace) -> int:
     if not runs:
         raise ValueError(problems[0] if len(problems) == 1 else f"{problems[0]} (and {len(problems) - 1} more like it)")
     comparison = compare(runs, options.target, options.baseline)
-    print(terminal(comparison))
+    print(printable_lines(terminal(comparison)))
     for problem in problems:
-        print(f"skipped: {problem}", file=sys.stderr)
+        print(f"skipped: {printable(problem)}", file=sys.stderr)
     if options.out is None:
         print("for figures and an interactive page, add --out DIR")
     else:

@@ -13,6 +13,7 @@ import sys
 from cocod_accel import __version__
 from cocod_accel.cli import compare, doctor, plan, reproduce, selftest, simulate, trace, train, watch
 from cocod_accel.cli import list as list_command
+from cocod_accel.config.strict import printable
 
 _COMMANDS = (train, compare, watch, trace, simulate, plan, reproduce, selftest, doctor, list_command)
 
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         if not _reader_is_gone():

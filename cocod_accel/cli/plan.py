@@ -14,7 +14,7 @@ from cocod_accel.cli.common import (
     check_at_least,
     start_workers,
 )
-from cocod_accel.config.strict import ConfigError
+from cocod_accel.config.strict import ConfigError, printable_lines
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.cluster is not None and options.workers is not None:
         cluster = cluster.resized(options.workers)
     advice = advise(cluster, options.configs)
-    print(report(cluster, advice, options.configs))
+    print(printable_lines(report(cluster, advice, options.configs)))
     options.out.mkdir(parents=True, exist_ok=True)
     figures = save_figures(draw_expected(scaling_of(advice.expected)), options.out)
     print(f"\nfigure: {', '.join(map(str, figures))}")

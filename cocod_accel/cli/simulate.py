@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocod_accel.cli.common import Commands, add_configs, add_workers, check_at_least
-from cocod_accel.config.strict import ConfigError, require_choice
+from cocod_accel.config.strict import ConfigError, printable, printable_lines, require_choice
 
 if TYPE_CHECKING:
     from cocod_accel.config.settings import Config
@@ -64,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
             continue
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
             folders.append(write(done, Learning(config, on_step=bar.update).rows()))
-    print(report(cluster, runs))
+    print(printable_lines(report(cluster, runs)))
     for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
-    print(f"run folders: cocod compare {' '.join(map(str, folders))}")
+        print(f"skipped: {printable(line)}", file=sys.stderr)
+    print(printable(f"run folders: cocod compare {shlex.join(map(str, folders))}"))
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from cocod_accel.cli.common import Commands
+from cocod_accel.config.strict import printable
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -27,5 +28,5 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--out: required for {len(folders)} runs, which go into one file; e.g. --out trace.json")
     path = options.out or folders[0] / "trace.json"
     num_spans = write_trace({folder.name: read_spans(folder) for folder in folders}, path)
-    print(f"{num_spans} spans in {path}; open it in ui.perfetto.dev or chrome://tracing")
+    print(printable(f"{num_spans} spans in {path}; open it in ui.perfetto.dev or chrome://tracing"))
     return 0

@@ -224,7 +224,30 @@ def default_store() -> Any:
 
 def end_process(line: str | None, code: int) -> None:
     """Print a line and exit at once: the main thread may wait in a collective forever."""
-    if line is not None:
-        print(line, file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        if line is not None:
+            print(line, file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(code)
+
+
+def identity(pid: int) -> str:
+    """A process on this machine, as one word for :func:`is_gone`; a process id alone may be used again."""
+    return f"{pid}/{_begun(pid)}/{_place()}".replace(" ", "/")
+
+
+def is_gone(known: str) -> bool:
+    """Whether a process has ended; one that cannot be seen from here has not."""
+    pid, _, place = known.split("/", 2)
+    return place == str(_place()).replace(" ", "/") and identity(int(pid)) != known
+
+
+def end_after(is_over: Callable[[], bool], line: str | None, code: int) -> None:
+    """End this process once ``is_over``, whatever its main thread is doing."""
+
+    def look() -> None:
+        while not is_over():
+            time.sleep(0.25)
+        end_process(line, code)
+
+    threading.Thread(target=look, daemon=True).start()

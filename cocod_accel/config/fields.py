@@ -86,8 +86,9 @@ def must(text: str, is_met: Callable[[Any], bool]) -> Metadata:
     return {_RULE: Rule(is_met, text)}
 
 
-def at_least(least: int) -> Metadata:
-    return must(f"must be at least {least}", lambda value: value >= least)
+def at_least(least: int, most: int = 1_000_000_000) -> Metadata:
+    """A count. Beyond ``most`` it would only run out of memory, or of floating-point numbers."""
+    return must(f"must be at least {least}, and at most {most:,}", lambda value: least <= value <= most)
 
 
 def positive(null: str = "") -> Metadata:
@@ -116,7 +117,12 @@ def one_of(*names: str) -> Metadata:
 
 def check_fields(tree: Any, prefix: str = "") -> None:
     """Apply the rule of every field in a tree of dataclasses, to each entry where the field is a list."""
-    for key, value, entry in _values(tree, prefix):
+    for key, value, entry, node in _values(tree, prefix):
+        kind = _item_kind(node, entry.name)
+        if kind is not None:  # OmegaConf lets a list of lists pass for a list of numbers, and a mapping for a list
+            require(isinstance(value, list), key, value, "must be a list")
+            for index, item in enumerate(value):
+                require(type(item) is kind, f"{key}[{index}]", item, f"must be {_KINDS[kind]}")
         rule = entry.metadata.get(_RULE)
         if rule is None or value is None:
             continue
@@ -127,13 +133,25 @@ def check_fields(tree: Any, prefix: str = "") -> None:
             rule.check(key, value)
 
 
-def _values(tree: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
+#: What lists hold.
+_KINDS = {int: "a whole number", float: "a number", str: "a word"}
+
+
+@functools.cache
+def _item_kind(node: type, name: str) -> type | None:
+    """What the list in a field of ``node`` holds; None: no list, or one of sections."""
+    hint = typing.get_type_hints(node)[name]
+    kind = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    return kind if kind in _KINDS else None
+
+
+def _values(tree: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any], type]]:
     for entry in fields(tree):
         value = getattr(tree, entry.name)
         if is_dataclass(value):
             yield from _values(value, f"{prefix}{entry.name}.")
         else:
-            yield f"{prefix}{entry.name}", value, entry
+            yield f"{prefix}{entry.name}", value, entry, type(tree)
 
 
 # ---- sections

@@ -6,6 +6,7 @@ A rule about a single setting is declared with its field in :mod:`cocod_accel.co
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from cocod_accel.config.algorithms import algorithm_class, build_algorithm, takes
@@ -15,10 +16,14 @@ from cocod_accel.config.strict import ConfigError, require
 from cocod_accel.sharding.plan import check_speeds, plan_workers
 from cocod_accel.theory.hiding import AUTO
 
+_LONGEST_NAME = 200
+_LONGEST_PERIOD = 1_000_000_000
+
 
 def validate(config: Config) -> None:
     """Refuse values and combinations that cannot be trained, with one line."""
     check_fields(config)
+    _validate_name(config)
     _validate_momentum(config)
     _validate_schedule(config)
     _validate_algorithm(config)
@@ -30,6 +35,16 @@ def validate(config: Config) -> None:
     epochs, every = config.schedule.epochs, config.evaluation.every_epochs
     rule = f"is more than schedule.epochs={epochs}, so nothing would ever be evaluated"
     require(every <= epochs, "evaluation.every_epochs", every, rule)
+
+
+def _validate_name(config: Config) -> None:
+    """The name of the run's folder, to which a number may be added."""
+    size = len(config.run_name.encode("utf-8", "surrogateescape"))
+    key = "name" if config.name else "task.name"
+    given = config.name or config.task.name
+    require(
+        size <= _LONGEST_NAME, key, given, f"makes a folder's name of {size} bytes; give a name of {_LONGEST_NAME} at most"
+    )
 
 
 def _validate_momentum(config: Config) -> None:
@@ -88,6 +103,8 @@ def _validate_algorithm(config: Config) -> None:
         message = str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs")
         message = message.replace("such as period=[[0, 1], [200, 5]]", "such as period=[[0, 1], [10, 5]]")
         raise ConfigError(f"algorithm.{message}") from error
+    for _, steps in pairs:
+        require(steps <= _LONGEST_PERIOD, "algorithm.period", given, f"must be at most {_LONGEST_PERIOD:,} steps")
     build_algorithm(options, pairs)
     for first, _ in pairs:
         fix = f"algorithm.period={pairs[-1][1]}"
@@ -180,7 +197,8 @@ def _validate_slowdown(config: Config) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is one that can be computed with: a whole number may be larger than any other."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > sys.float_info.max
 
 
 def _require_list(value: object, key: str, rule: str) -> None:

@@ -36,6 +36,15 @@ def may_differ(key: str, affected: Affects) -> bool:
     return not affected_by(key, Config) & affected
 
 
+def _is_name(name: str) -> bool:
+    return "/" not in name and "\0" not in name and name not in (".", "..")
+
+
+def _is_seed(seed: int) -> bool:
+    """Whether torch takes it, with a worker's rank added."""
+    return 0 <= seed < 2**63
+
+
 @dataclass
 class TaskConfig:
     """What is learned from which data."""
@@ -141,7 +150,7 @@ class ScheduleConfig:
     """How long to train, and with which learning rates."""
 
     #: Passes over the training set.
-    epochs: int = field(default=8, metadata=at_least(1) | affects(Affects.FIGURES | Affects.CELL))
+    epochs: int = field(default=8, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL))
     #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one.
     warmup_epochs: float = field(default=1.0, metadata=not_negative())
     #: How the learning rate falls after the warm-up: `epochs`: at decay_epochs; `cosine`: half a cosine, to 0 at the end.
@@ -168,7 +177,7 @@ class ClusterConfig:
     #: Give faster workers larger batches and shards (section 3.2 of the paper).
     proportional: bool = False
     #: Keep the sum of all batches at this number; null: the slowest worker takes batch_size.
-    global_batch: int | None = None
+    global_batch: int | None = field(default=None, metadata=must("must be at most 1,000,000,000", lambda v: v <= 10**9))
     #: Reshuffle samples every epoch `within` each worker's shard, or `across` all of them.
     shuffle: str = field(default="within", metadata=one_of("within", "across"))
     #: Every this many epochs, adapt batches to the workers' speeds in the last epoch; the global batch stays. null: never.
@@ -265,12 +274,15 @@ class Config:
 
     #: Name of the run and of its folder; null: algorithm, task and seed.
     name: str | None = field(
-        default=None, metadata=must("must not contain a slash", lambda name: "/" not in name) | affects(Affects.NOTHING)
+        default=None,
+        metadata=must("must not contain a slash, and be the name of a folder", _is_name) | affects(Affects.NOTHING),
     )
     #: Folder in which the run folder is made.
     output: str = field(default="runs", metadata=affects(Affects.NOTHING))
     #: Seed of the model, the shuffling and everything else that is random.
-    seed: int = field(default=0, metadata=at_least(0) | affects(Affects.RUN | Affects.CELL))
+    seed: int = field(
+        default=0, metadata=must("must be at least 0, and below 2^63", _is_seed) | affects(Affects.RUN | Affects.CELL)
+    )
     #: Batch size of one worker (of the slowest one, if proportional).
     batch_size: int = field(default=32, metadata=at_least(1))
     #: no, or bf16 for autocast.

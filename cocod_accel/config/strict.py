@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 
 class ConfigError(ValueError):
@@ -64,13 +63,14 @@ def merge_strictly(node: type, tree: Any, given_by: Sequence[tuple[DictConfig, s
         _check_keys(node, node, OmegaConf.to_container(given, resolve=False), "", source)
     try:
         return OmegaConf.merge(tree, *(given for given, _ in given_by))
-    except OmegaConfBaseException:
+    except Exception:  # not only OmegaConf's own: a mapping for a list is a TypeError
         # Merging copies the whole tree: only go one by one to find the source of the bad value.
         for given, source in given_by:
             try:
                 tree = OmegaConf.merge(tree, given)
-            except OmegaConfBaseException as error:
-                raise ConfigError(f"{_where(source, error.full_key or '')}: {first_line(error)}") from error
+            except Exception as error:
+                key = getattr(error, "full_key", None) or ""
+                raise ConfigError(f"{_where(source, key)}: {first_line(error)}") from error
         raise
 
 
@@ -79,20 +79,29 @@ def resolved(tree: Any) -> Any:
     try:
         OmegaConf.resolve(tree)
         return OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from error
 
 
 def save_yaml(config: Any, path: Path) -> None:
-    """Write a dataclass; loading it gives an equal one."""
+    """Write a dataclass, or a tree of one; loading it gives an equal one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    temporary.replace(path)
+    try:
+        temporary.write_text(OmegaConf.to_yaml(config if OmegaConf.is_config(config) else OmegaConf.structured(config)))
+        temporary.replace(path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+#: Longer values are cut in messages.
+_LONGEST = 300
 
 
 def require(good: bool, key: str, value: object, rule: str) -> None:
     if not good:
-        raise ConfigError(f"{key}={value}: {rule}")
+        shown = str(value)
+        raise ConfigError(f"{key}={shown if len(shown) <= _LONGEST else shown[:_LONGEST] + '...'}: {rule}")
 
 
 def require_choice(text: str, key: str, choices: list[str]) -> None:
@@ -103,6 +112,17 @@ def require_choice(text: str, key: str, choices: list[str]) -> None:
 
 def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def printable(text: object) -> str:
+    """One line as a terminal may show it: names and values may come from anybody, and steer a terminal by escapes."""
+    said = str(text)
+    return said if said.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
+
+
+def printable_lines(text: object) -> str:
+    """The same for several lines."""
+    return "\n".join(map(printable, str(text).split("\n")))
 
 
 def _where(source: str, key: str) -> str:

@@ -219,6 +219,7 @@ def run(arguments: list[str]) -> int:
 
 
 def main() -> int:
+    runtime.end_without_launcher(1)
     try:
         return run(sys.argv[1:])
     except ConfigError as error:

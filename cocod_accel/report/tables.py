@@ -205,8 +205,13 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(header)
     for row in rows:
-        writer.writerow(["" if value is None or value != value else value for value in row])
+        writer.writerow(["" if value is None or value != value else _as_text(value) for value in row])
     return buffer.getvalue()
+
+
+def _as_text(value: object) -> object:
+    """Names as a spreadsheet may open them: what begins like a formula would be computed, so it gets a quote before it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def verdicts(comparison: Comparison) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from cocod_accel.config.strict import printable
 from cocod_accel.runs.reading import Run, is_number, read_parts, read_summary
 from cocod_accel.runs.spans import COMPUTE, Span, read_spans, shares
 
@@ -203,5 +204,5 @@ def _stopped(now: Snapshot, age: float) -> str:
 
 def _replace(out: TextIO, shown: int, said: list[str]) -> None:
     """Overwrite the previous output: move up, and clear to the end of the screen."""
-    out.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(said) + "\n")
+    out.write((f"\x1b[{shown}A\x1b[J" if shown else "") + "\n".join(map(printable, said)) + "\n")
     out.flush()

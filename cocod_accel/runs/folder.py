@@ -105,13 +105,18 @@ class RunFolder:
     def summary(self, values: dict[str, Any]) -> None:
         """Write ``summary.json`` atomically."""
         temporary = self.path / "summary.json.tmp"
-        temporary.write_text(json.dumps(values, indent=2) + "\n")
-        flush(temporary)
-        temporary.replace(self.path / "summary.json")
+        try:
+            temporary.write_text(json.dumps(values, indent=2) + "\n")
+            flush(temporary)
+            temporary.replace(self.path / "summary.json")
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            with self._tolerating_errors():
+                self._metrics.close()
 
 
 def numbered_folders(config: Config) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised
 from cocod_accel.config.settings import Config
-from cocod_accel.config.strict import ConfigError
+from cocod_accel.config.strict import ConfigError, printable
 
 #: Any of these makes a folder a run folder.
 _MARKS = ("summary.json", "metrics.jsonl", "config.yaml")
@@ -80,14 +80,14 @@ class Run:
     def clock(self) -> str:
         """real, emulated or simulated: what its seconds are."""
         if self.summary is not None and "clock" in self.summary:
-            return str(self.summary["clock"])
+            return printable(self.summary["clock"])
         return next((clock for clock in ("simulated", "emulated") if any(row.get(clock) for row in self.rows)), "real")
 
     @property
     def emulated(self) -> str | None:
         """What was emulated or simulated, in words."""
         said = (self.summary or {}).get("emulated")
-        return str(said) if said else None
+        return printable(said) if said else None
 
     @property
     def has_learnt(self) -> bool:
@@ -175,8 +175,8 @@ def read_parts(folder: Path) -> Run:
     note = None
     if num_broken:
         rows_broken = "a row was half-written" if num_broken == 1 else f"{num_broken} rows cannot be read"
-        note = f"{folder.name}: {rows_broken} and left out"
-    return Run(folder.name, folder, config, rows, summary, note)
+        note = f"{printable(folder.name)}: {rows_broken} and left out"
+    return Run(printable(folder.name), folder, config, rows, summary, note)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def checked(run: Run) -> Run:
 
 def text_config(tree: Mapping[str, Any]) -> dict[str, str]:
     """Flat, as text, with the defaults of whatever a run does not know yet."""
-    return {**_defaults(), **{key: str(value) for key, value in flattened(dict(tree)).items()}}
+    return {**_defaults(), **{printable(key): printable(value) for key, value in flattened(dict(tree)).items()}}
 
 
 @cache

@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -122,6 +123,10 @@ class Cluster:
     #: Of a model in float32; null: of the model that is trained.
     payload_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        #: Values that were given by reference, such as ``${oc.env:NAME}``: they may be secrets, which no file may tell.
+        self.given: dict[str, str] = {}
+
     @property
     def num_workers(self) -> int:
         return sum(group.count for group in self.workers)
@@ -210,7 +215,10 @@ class Cluster:
             counts[index] += 1
         groups = [replace(group, count=n) for group, n in zip(self.workers, counts, strict=True) if n]
         measured = self.network.allreduce_workers or (None if self.network.allreduce is None else total)
-        return replace(self, workers=groups, network=replace(self.network, allreduce_workers=measured))
+        result = replace(self, workers=groups, network=replace(self.network, allreduce_workers=measured))
+        changed = ("workers", "network.allreduce_workers")
+        result.given = {key: text for key, text in self.given.items() if not key.startswith(changed)}
+        return result
 
 
 def _modelled_seconds(network: Network, num_bytes: float, workers: int) -> float:
@@ -254,8 +262,16 @@ def load_cluster(path: str | Path) -> Cluster:
 # A grid's cells are on the same few clusters.
 @functools.lru_cache(maxsize=16)
 def _loaded(path: str, text: str) -> Cluster:
-    cluster = resolved(merge_strictly(Cluster, OmegaConf.structured(Cluster), [(parse_yaml(text, path), path)]))
+    given = parse_yaml(text, path)
+    cluster = resolved(merge_strictly(Cluster, OmegaConf.structured(Cluster), [(given, path)]))
     assert isinstance(cluster, Cluster)
+    references = _references(OmegaConf.to_container(given, resolve=False))
+    cluster.given = references if any("oc.env" in value for value in references.values()) else {}
+    for key in ("name", "description"):
+        if key in cluster.given:  # they are shown, and name folders
+            setattr(cluster, key, cluster.given[key])
+    for index, group in enumerate(cluster.workers):
+        group.name = cluster.given.get(f"workers[{index}].name", group.name)
     try:
         validate(cluster)
     except ConfigError as error:
@@ -263,9 +279,23 @@ def _loaded(path: str, text: str) -> Cluster:
     return cluster
 
 
+def _references(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Values that refer to something else, such as ``${oc.env:NAME}``, by key, as they are written."""
+    if isinstance(tree, dict):
+        nodes = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, list):
+        nodes = [(f"{prefix}[{index}]", value) for index, value in enumerate(tree)]
+    else:
+        return {prefix: tree} if isinstance(tree, str) and "${" in tree else {}
+    return {found: text for key, value in nodes for found, text in _references(value, key).items()}
+
+
 def save_cluster(cluster: Cluster, path: Path) -> None:
-    """Write a cluster; loading it gives an equal one."""
-    save_yaml(cluster, path)
+    """Write a cluster; loading it gives an equal one. What refers to something else is written as it was given."""
+    tree = OmegaConf.structured(cluster)
+    for key, text in cluster.given.items():
+        OmegaConf.update(tree, key, text)
+    save_yaml(tree, path)
 
 
 def validate(cluster: Cluster) -> None:

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from cocod_accel.config.settings import Config
-from cocod_accel.config.strict import ConfigError
-from cocod_accel.tasks.data import DATASETS, Task, own_task
+from cocod_accel.config.strict import ConfigError, first_line
+from cocod_accel.tasks.data import DATASETS, Task, check_files, own_task
 from cocod_accel.tasks.facts import TaskFacts, known_facts
 from cocod_accel.tasks.models import MODELS
 
-__all__ = ["DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "task_facts"]
+__all__ = [
+    "DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "check_model", "check_task",
+    "task_facts",
+]  # fmt: skip
 
 
 def build_task(config: Config) -> Task:
@@ -26,6 +29,24 @@ def build_task(config: Config) -> Task:
         return own_task(_call(name, config.task.args, "task"), config)
     task: Task = _choose(DATASETS, name, "task.name")(config)
     return task
+
+
+def check_task(config: Config) -> TaskFacts | None:
+    """Raise for a task that cannot be built, without reading any data; what is known of it. None: a user's own."""
+    if ":" in config.task.name:
+        _found(config.task.name, config.task.args, "task")
+        return None
+    facts = task_facts(config)
+    check_files(config)
+    return facts
+
+
+def check_model(config: Config, task: TaskFacts | Task | None) -> None:
+    """Raise for a model that cannot be built; a user's own is only looked up."""
+    if ":" in config.model.name:
+        _found(config.model.name, config.model.args, "model")
+    else:
+        _known_model(config, task)
 
 
 def task_facts(config: Config) -> TaskFacts:
@@ -45,14 +66,19 @@ def build_model(config: Config, task: Task | TaskFacts) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.name={name}: returned a {type(model).__name__}, not a torch.nn.Module")
         return model
+    built: nn.Module = _known_model(config, task)(task.input_shape, task.num_classes)
+    return built
+
+
+def _known_model(config: Config, task: TaskFacts | Task | None) -> Any:
+    name = config.model.name
     if config.model.args:
         raise ConfigError(f"model.args={config.model.args}: requires model.name=module:callable")
-    if len(task.input_shape) != 3:
+    if task is not None and len(task.input_shape) != 3:
         raise ConfigError(
             f"model.name={name}: requires images, but the task has inputs of shape {task.input_shape}; use module:callable"
         )
-    built: nn.Module = _choose(MODELS, name, "model.name")(task.input_shape, task.num_classes)
-    return built
+    return _choose(MODELS, name, "model.name")
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -76,13 +102,20 @@ def _choose(table: dict[str, Any], name: str, key: str) -> Any:
 
 
 def _call(name: str, arguments: dict[str, Any], section: str) -> Any:
+    return _found(name, arguments, section)(**arguments)
+
+
+def _found(name: str, arguments: dict[str, Any], section: str) -> Any:
+    """The user's callable, which takes these arguments."""
     module_name, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{section}.name={name}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"{section}.name={name}: cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
+        ) from error
     try:
         inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"{section}.args={arguments}: {name} does not accept them: {error}") from error
-    return function(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section}.args={arguments}: {name} does not accept them: {first_line(error)}") from error
+    return function

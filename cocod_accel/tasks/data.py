@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import pickle
 import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.tasks.cifar import read_cifar_binary, read_cifar_pickle
 
 Batch = tuple[Tensor, Tensor]
 
@@ -145,6 +145,16 @@ def _image_task(
         inputs = torch.tensor(images)
         inputs = shrunk(inputs.unsqueeze(1) if inputs.dim() == 3 else inputs, config.task.shrink)
         part = Images(inputs, torch.tensor(labels).long(), *statistics)
+        if (
+            len(inputs) != len(part.labels)
+            or not len(inputs)
+            or not 0 <= part.labels.min() <= part.labels.max() < num_classes
+        ):
+            which = "training" if is_train else "test"
+            raise ConfigError(
+                f"task.name={config.task.name}: its {which} labels are not one of {num_classes} classes for each image; "
+                f"is {config.task.data_dir} the right folder?"
+            )
         parts.append(replace(part, augment=is_train and (augment if choice is None else choice)))
     return _limited(Task(parts[0], parts[1], tuple(parts[0].inputs.shape[1:]), num_classes), config)
 
@@ -190,24 +200,37 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return values.reshape(shape)
 
 
-def _idx_task(config: Config, folder: str, kind: str, statistics: Any) -> Task:
-    roots = [
-        Path(config.task.data_dir) / folder / "raw",
-        Path(config.task.data_dir) / folder,
-        Path(config.task.data_dir),
-    ]
-    parts = []
+def _idx_files(config: Config) -> list[Path]:
+    """Where MNIST's or Fashion-MNIST's four files are: images and labels to train with, then to test with."""
+    folder = _FOLDERS[config.task.name]
+    root = Path(config.task.data_dir)
+    files = []
+    for name in (f"{prefix}-{kind}-ubyte" for prefix in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")):
+        places = [place / f"{name}{end}" for place in (root / folder / "raw", root / folder, root) for end in ("", ".gz")]
+        found = next((path for path in places if path.is_file()), None)
+        if found is None:
+            raise _missing(config, folder, f"{name}[.gz]")
+        files.append(found)
+    return files
+
+
+def _idx_task(config: Config, statistics: Any) -> Task:
+    images, labels, test_images, test_labels = (read_idx(path) for path in _files(config))
+    return _image_task(config, (images, labels), (test_images, test_labels), statistics, 10, augment=False)
+
+
+def _files(config: Config) -> list[Path]:
+    """The files of a data set that is not embedded, downloaded if that was asked for."""
     if config.task.download:
-        _download(config, kind)
-    for prefix in ("train", "t10k"):
-        arrays = []
-        for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"):
-            found = next((p for r in roots for p in (r / name, r / f"{name}.gz") if p.is_file()), None)
-            if found is None:
-                raise _missing(config, folder, f"{name}[.gz]")
-            arrays.append(read_idx(found))
-        parts.append((arrays[0], arrays[1]))
-    return _image_task(config, parts[0], parts[1], statistics, 10, augment=False)
+        _download(config, _FOLDERS[config.task.name])
+    return _FINDERS[config.task.name](config)
+
+
+def check_files(config: Config) -> None:
+    """Raise if a data set is not there, without reading or downloading it."""
+    finder = _FINDERS.get(config.task.name)
+    if finder is not None and not config.task.download:
+        finder(config)
 
 
 def _missing(config: Config, folder: str, name: str) -> ConfigError:
@@ -216,82 +239,85 @@ def _missing(config: Config, folder: str, name: str) -> ConfigError:
     )
 
 
-def _download(config: Config, kind: str) -> None:
+def _download(config: Config, name: str) -> None:
     import torchvision.datasets
 
     try:
-        for train in (True, False):
-            getattr(torchvision.datasets, kind)(config.task.data_dir, train=train, download=True)
+        kind = getattr(torchvision.datasets, name)
+        # Never its constructor: it also loads what it finds in the folder, which may unpickle it.
+        data = kind.__new__(kind)
+        data.root = config.task.data_dir
+        data.download()
     except Exception as error:
         raise ConfigError(
-            f"task.download=true: {kind} cannot be downloaded ({type(error).__name__}); copy it to {config.task.data_dir}"
+            f"task.download=true: {name} cannot be downloaded ({type(error).__name__}); copy it to {config.task.data_dir}"
         ) from error
 
 
 def fashion_mnist(config: Config) -> Task:
     """Fashion-MNIST: 60,000 + 10,000 grey images of 28x28, 10 classes"""
-    return _idx_task(config, "FashionMNIST", "FashionMNIST", _FASHION)
+    return _idx_task(config, _FASHION)
 
 
 def mnist(config: Config) -> Task:
     """MNIST: 60,000 + 10,000 grey images of 28x28, 10 digits"""
-    return _idx_task(config, "MNIST", "MNIST", _MNIST)
-
-
-def read_cifar_binary(path: Path, label_bytes: int) -> tuple[Any, Any]:
-    """Images and labels of CIFAR's official binary layout; the last label byte is the fine one."""
-    data = np.frombuffer(path.read_bytes(), np.uint8)
-    record = label_bytes + 3 * 32 * 32
-    if data.size == 0 or data.size % record:
-        raise ConfigError(f"{path}: {data.size} bytes is not a multiple of the record size {record}; download it again")
-    rows = data.reshape(-1, record)
-    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1].astype(np.int64)
-
-
-def _read_cifar_pickle(path: Path, key: str) -> tuple[Any, Any]:
-    with path.open("rb") as file:  # torchvision's files are pickled numpy arrays
-        content = pickle.load(file, encoding="latin1")
-    return content["data"].reshape(-1, 3, 32, 32), np.asarray(content[key])
+    return _idx_task(config, _MNIST)
 
 
 def _joined(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
 
 
+def _cifar10_files(config: Config) -> list[Path]:
+    """Five batches to train with, and one to test with."""
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    return _cifar_files(config, "cifar-10-batches-bin", "cifar-10-batches-py", names)
+
+
+def _cifar100_files(config: Config) -> list[Path]:
+    return _cifar_files(config, "cifar-100-binary", "cifar-100-python", ["train", "test"])
+
+
+def _cifar_files(config: Config, binary: str, pickled: str, names: list[str]) -> list[Path]:
+    root = Path(config.task.data_dir)
+    kinds = [[root / binary / f"{name}.bin" for name in names], [root / pickled / name for name in names]]
+    files = next((files for files in kinds if files[-1].is_file()), kinds[0])
+    for path in [files[-1], *files]:
+        if not path.is_file():
+            raise _missing(config, path.parent.name, path.name)
+    return files
+
+
+def _cifar_task(config: Config, statistics: Any, label_bytes: int, key: str, num_classes: int) -> Task:
+    parts = [
+        read_cifar_binary(path, label_bytes) if path.suffix == ".bin" else read_cifar_pickle(path, key)
+        for path in _files(config)
+    ]
+    return _image_task(config, _joined(parts[:-1]), parts[-1], statistics, num_classes, augment=True)
+
+
 def cifar10(config: Config) -> Task:
     """CIFAR-10: 50,000 + 10,000 colour images of 32x32, 10 classes; torchvision's files or cifar-10-batches-bin/"""
-    if config.task.download:
-        _download(config, "CIFAR10")
-    root = Path(config.task.data_dir)
-    binary, pickled = root / "cifar-10-batches-bin", root / "cifar-10-batches-py"
-    names = [f"data_batch_{i}" for i in range(1, 6)]
-    if (binary / "test_batch.bin").is_file():
-        for name in names:
-            if not (binary / f"{name}.bin").is_file():
-                raise _missing(config, binary.name, f"{name}.bin")
-        train = _joined([read_cifar_binary(binary / f"{name}.bin", 1) for name in names])
-        test = read_cifar_binary(binary / "test_batch.bin", 1)
-    elif (pickled / "test_batch").is_file():
-        train = _joined([_read_cifar_pickle(pickled / name, "labels") for name in names])
-        test = _read_cifar_pickle(pickled / "test_batch", "labels")
-    else:
-        raise _missing(config, binary.name, "test_batch.bin")
-    return _image_task(config, train, test, _CIFAR10, 10, augment=True)
+    return _cifar_task(config, _CIFAR10, 1, "labels", 10)
 
 
 def cifar100(config: Config) -> Task:
     """CIFAR-100: 50,000 + 10,000 colour images of 32x32, 100 classes; torchvision's files or cifar-100-binary/"""
-    if config.task.download:
-        _download(config, "CIFAR100")
-    root = Path(config.task.data_dir)
-    binary, pickled = root / "cifar-100-binary", root / "cifar-100-python"
-    if (binary / "train.bin").is_file() and (binary / "test.bin").is_file():
-        train, test = (read_cifar_binary(binary / f"{split}.bin", 2) for split in ("train", "test"))
-    elif (pickled / "train").is_file():
-        train, test = (_read_cifar_pickle(pickled / split, "fine_labels") for split in ("train", "test"))
-    else:
-        raise _missing(config, binary.name, "train.bin")
-    return _image_task(config, train, test, _CIFAR100, 100, augment=True)
+    return _cifar_task(config, _CIFAR100, 2, "fine_labels", 100)
+
+
+#: Folders of the data sets that are not embedded, which are also torchvision's names for them.
+_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+_FINDERS: dict[str, Callable[[Config], list[Path]]] = {
+    "mnist": _idx_files,
+    "fashion_mnist": _idx_files,
+    "cifar10": _cifar10_files,
+    "cifar100": _cifar100_files,
+}
+
+
+#: Of all synthetic images together: 8 GB.
+_MOST_PIXELS = 2_000_000_000
 
 
 def synthetic_options(config: Config) -> dict[str, Any]:
@@ -315,6 +341,13 @@ def synthetic_options(config: Config) -> dict[str, Any]:
                 f"task.args.{key}={value}: must be a positive {'number' if key == 'noise' else 'whole number'}"
             )
         options[key] = value
+    num_images = options["num_train"] + options["num_test"] + options["num_classes"]
+    pixels = options["channels"] * options["size"] ** 2
+    if num_images * pixels > _MOST_PIXELS or pixels > _MOST_PIXELS // 1000:
+        raise ConfigError(
+            f"task.args={options}: is too large to hold in memory; at most {_MOST_PIXELS:,} pixels, and a thousandth of "
+            "that in one image"
+        )
     return options
 
 

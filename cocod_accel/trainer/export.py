@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
@@ -11,15 +13,36 @@ from cocod_accel.checkpoint.safetree import flush
 from cocod_accel.comm.agreement import bytes_of
 
 
+class OutputError(RuntimeError):
+    """A run has ended, and what it ends with cannot be written; one line says what is left of it."""
+
+
 def export(model: nn.Module, path: Path) -> None:
-    """Write a file for ``model.load_state_dict(safetensors.torch.load_file(path))``."""
+    """Write a file for ``model.load_state_dict(safetensors.torch.load_file(path))``, all of it or nothing."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = path.with_name(f".{path.name}.tmp")
-    # Copies: safetensors refuses memory that two names share, and load_state_dict expects both names.
-    save_file({name: value.detach().cpu().clone() for name, value in model.state_dict().items()}, temporary)
-    flush(temporary)
-    temporary.replace(path)
+    try:
+        # Copies: safetensors refuses memory that two names share, and load_state_dict expects both names.
+        save_file({name: value.detach().cpu().clone() for name, value in model.state_dict().items()}, temporary)
+        flush(temporary)
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(str(error)) from error
+
+
+def export_making_room(model: nn.Module, path: Path, older: Sequence[Path]) -> None:
+    """The same; if there is no room, ``older`` checkpoints, which the model outdates, are deleted for it."""
+    try:
+        export(model, path)
+    except OSError:
+        if not older:
+            raise
+        for checkpoint in older:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        export(model, path)
 
 
 def model_digest(model: nn.Module) -> int:

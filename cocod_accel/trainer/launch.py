@@ -43,8 +43,17 @@ def launch_command(
 
 
 def threads_of_each(num_workers: int) -> int:
-    """How many threads each of the workers on this machine computes with."""
-    return max(1, (os.cpu_count() or 1) // num_workers)
+    """How many threads each of the workers on this machine computes with: as asked for, or its share of the cores."""
+    try:
+        asked = int(os.environ["OMP_NUM_THREADS"])
+    except (KeyError, ValueError):
+        asked = 0
+    return asked if asked > 0 else max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def most_workers() -> int:
+    """More workers than this are no use on this machine, and a danger to it."""
+    return max(64, 32 * (os.cpu_count() or 1))
 
 
 def has_core_each() -> bool:

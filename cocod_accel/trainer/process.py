@@ -23,6 +23,8 @@ from accelerate.accelerator import Accelerator
 from accelerate.utils.dataclasses import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+import cocod_accel
+from cocod_accel.comm.watchdog import end_after, is_gone
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, found
 from cocod_accel.sync.deepspeed import check_settings, prepare_for_cpu
@@ -35,6 +37,26 @@ _TIMEOUT = timedelta(minutes=10)
 def is_speaker() -> bool:
     """Whether this process speaks for its machine; known before anything is connected."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+#: By which ``cocod train`` tells its workers which process it is.
+LAUNCHER = "COCOD_ACCEL_LAUNCHER"
+
+
+def end_without_launcher(code: int) -> None:
+    """From here on, end this process if the one that started it ends: nobody else would end it, or restart it.
+
+    Only where a launcher has started it that stays until its workers end: ``cocod``, ``torchrun`` (and so ``accelerate
+    launch``) or ``deepspeed``.
+    """
+    known = os.environ.get(LAUNCHER)
+    if known is None and not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE"} & os.environ.keys():
+        return
+
+    def is_over() -> bool:
+        return os.getppid() != cocod_accel._parent or (known is not None and is_gone(known))
+
+    end_after(is_over, "error: the process that started the workers has ended" if is_speaker() else None, code)
 
 
 def speaks_of(lost: int) -> bool:

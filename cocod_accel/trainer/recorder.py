@@ -131,12 +131,8 @@ class Recorder:
     # ---- the end
 
     def finish(self, summary: dict[str, Any] | None) -> None:
-        """Write the summary and close everything; None: the run was stopped before its end."""
-        if summary is None:
-            self.trackers.finish({})
-        elif self.worker.is_main:
-            self.folder.summary(summary)
-            self.trackers.finish(summary)
+        """Close everything; None: the run was stopped before its end."""
+        self.trackers.finish(summary or {})
         self.write_spans()
         self.folder.close()
 

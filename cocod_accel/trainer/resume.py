@@ -14,6 +14,7 @@ from typing import Any
 from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.config.loading import save_config
+from cocod_accel.config.strict import printable
 from cocod_accel.sharding.plan import with_batches
 from cocod_accel.trainer.adapt import Adaptation
 from cocod_accel.trainer.recorder import Recorder
@@ -50,7 +51,7 @@ class Resumption:
         worker, at = self.worker, self.worker.at
         if worker.is_main:
             how = "" if resumed.is_exact else f"; from the mean of {resumed.num_workers} workers, with a new plan of batches"
-            print(f"resumed from {resumed.path} at step {at.step}, epoch {at.epoch + 1}{how}", flush=True)
+            print(printable(f"resumed from {resumed.path} at step {at.step}, epoch {at.epoch + 1}{how}"), flush=True)
         if at.periods is not None:
             self._adaptation.restore(at.periods)
         if not resumed.is_exact or self._place.start is not None or at.step == 0:
@@ -138,6 +139,10 @@ class Resumption:
         worker.model.train()
         worker.accelerator.backward(worker.loss(*next(worker.batches(0))))
         worker.optimizer.zero_grad()
+
+    def all(self) -> list[Path]:
+        """The checkpoints that are there, the newest first."""
+        return self._checkpoints.all()
 
     # ---- during the run
 

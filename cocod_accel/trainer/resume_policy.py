@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def find_place(config: Config, launcher: str, is_restart: bool) -> Place:
     start = None if resume in ("auto", "never") else _start_of(resume)
     try:
         last = _last(config)
+        if last is not None and (resume == "auto" or is_restart):
+            refuse_links(last)
         if is_restart and last is not None and (last / "summary.json").exists() and _launcher_of(last) == launcher:
             return Place(last, is_finished=True)
         if resume == "auto" or (is_restart and last is not None and _launcher_of(last) == launcher):
@@ -86,6 +89,23 @@ def _last(config: Config) -> Path | None:
             break
         last = path
     return last
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise if a run folder holds a link: going on would write through it, to wherever it points."""
+    for root, folders, files in os.walk(folder):
+        for path in (Path(root) / name for name in (*folders, *files)):
+            if path.is_symlink() and not _is_wandbs(path, folder):
+                raise ConfigError(
+                    f"output={folder.parent}: {path} is a symbolic link, through which a resumed run would write; "
+                    "delete it, or choose another name"
+                )
+
+
+def _is_wandbs(path: Path, folder: Path) -> bool:
+    """wandb makes links to its newest run, in a folder of its own."""
+    own = folder.resolve() / "wandb"
+    return path.parent.resolve() == own and path.resolve().is_relative_to(own)
 
 
 def _launcher_of(path: Path) -> str | None:

@@ -33,12 +33,14 @@ from typing import Any
 from accelerate.accelerator import Accelerator
 from torch import nn
 
+from cocod_accel.comm.agreement import try_together
+from cocod_accel.comm.groups import default_group
 from cocod_accel.comm.watchdog import Watch
 from cocod_accel.config.settings import Config
 from cocod_accel.runs.folder import RunFolder
 from cocod_accel.tasks import Task
 from cocod_accel.trainer.adapt import Adaptation
-from cocod_accel.trainer.export import export
+from cocod_accel.trainer.export import OutputError, export_making_room
 from cocod_accel.trainer.recorder import Recorder
 from cocod_accel.trainer.resume import Resumption
 from cocod_accel.trainer.resume_policy import Place
@@ -179,6 +181,24 @@ class Trainer:
         self.sync.finish()
         worker.clock.stop()
         summary = self.recorder.summary()
-        if worker.is_main:
-            export(worker.module, self.recorder.folder.path / "model.safetensors")
+        worker.now_at("the end of the run, writing its model")
+        self._leave(summary)
         return summary
+
+    def _leave(self, summary: dict[str, Any]) -> None:
+        """The model and then the summary in files; with a summary, a run is finished. An error is raised on all workers."""
+
+        def write() -> None:
+            if self.worker.is_main:
+                path = self.recorder.folder.path / "model.safetensors"
+                export_making_room(self.worker.module, path, self.checkpoints.all()[1:])
+                self.recorder.folder.summary(summary)
+
+        _, error = try_together(write, default_group())
+        if error is not None:
+            self.recorder.finish(None)
+            kept = self.checkpoints.all()
+            then = "there is no checkpoint, so run it again"
+            if kept:
+                then = f"{kept[0]} is kept; make room, and the same command finishes the run from there"
+            raise OutputError(f"the trained model could not be written ({error.removeprefix('rank 0: ')}); {then}")
