@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.utils._pytree import tree_map
 from cocod_accel import SSGD, CoCoDSGD, LocalSGD, Outer
 from cocod_accel.algorithms import Algorithm
 from tests.fake_cuda import CUDA, fake_cuda
+from tests.test_ahead import begin, train
 from tests.test_host_reads import attached, step
 from tests.test_trainer import ROOT
+from tests.workers import run_workers
 
 #: A model of 32 GiB in layers of 1 GiB, so that single pieces count for little.
 WIDTH, LAYERS = 16384, 32
@@ -49,6 +52,7 @@ class Meter(TorchDispatchMode):
         return sum(size for _, size in self._known.values())
 
     def restart(self) -> None:
+        gc.collect()
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,11 +118,38 @@ def table() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", list(ROWS))
 def test_averages_take_the_memory_that_the_table_says(name: str) -> None:
     found = bytes_a_parameter(*ROWS[name])
-    assert table()[name] == pytest.approx(found, abs=0.11), f"| {name} | {' | '.join(map(str, found))} |"
+    assert table()[name] == pytest.approx(found, abs=0.3), f"| {name} | {' | '.join(map(str, found))} |"
 
 
 def test_the_table_has_no_other_rows() -> None:
     assert list(table()) == list(ROWS)
+
+
+def asked_inside(rank: int) -> list[bool]:
+    """Where a state is asked for inside ``averaged()``: is the local state back, and the run's end that without it?"""
+    found = []
+    for algorithm in (CoCoDSGD(3, payload="int8"), CoCoDSGD(3), CoCoDSGD(3, own_share=0.5)):
+        ends = []
+        for asks in (False, True):
+            model, optimizer, sync = begin(algorithm, rank)
+            batches = torch.randn(8, 8, 6, generator=torch.Generator().manual_seed(rank))
+            train(model, optimizer, batches[:4])
+            before = [parameter.clone() for parameter in model.parameters()]
+            if asks:
+                with sync.averaged():
+                    sync.state_dict()
+                    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+                found += [all(changed), all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))]
+            train(model, optimizer, batches[4:])
+            sync.finish()
+            sync.detach()
+            ends.append(torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]))
+        found.append(torch.equal(*ends))
+    return found
+
+
+def test_a_state_may_be_asked_for_while_the_local_one_is_put_away() -> None:
+    assert run_workers(2, asked_inside) == [[True] * 9] * 2
 
 
 if __name__ == "__main__":
