@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.accelerator import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,10 +20,14 @@ from cocod_accel.algorithms import Algorithm
 from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.groups import TorchComm, default_group, node_group, private_group
+from cocod_accel.config.loading import load_training_config
 from cocod_accel.plan import measure
+from cocod_accel.tasks import build_model, build_task
 from cocod_accel.trainer import pace as pacing
 from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.resume_policy import Place
 from cocod_accel.trainer.steps import LossGuard, NonFiniteLossError
+from cocod_accel.trainer.trainer import Trainer
 from tests.ahead import Rig, ahead
 from tests.workers import run_workers
 
@@ -330,6 +337,46 @@ def asked(rank: int) -> tuple[list[tuple[int, bool, bool]], list[str]]:
 def test_votes_are_agreed_at_one_step_without_waiting_for_the_device() -> None:
     """A vote of step 3 travels from 4 to 6, and counts on a device one round later."""
     assert run_workers(2, asked, fresh=True) == [([(8, False, True), (12, True, False)], [])] * 2
+
+
+#: Where the built-in trainer waits at the end of an epoch, if it does not end with a round.
+AT_AN_EPOCHS_END = "trainer/steps.py:check_finite"
+#: The simulation takes every tensor for the device's; these are the host's.
+ON_THE_HOST = ("sharding/", "tasks/data.py")
+
+
+def an_epoch(rank: int, folder: str, options: list[str]) -> tuple[list[str], int]:
+    """An epoch of the trainer itself, on a device that works ahead."""
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as a launcher does
+    small = ["task.name=synthetic", "task.args={num_train: 96, num_test: 8, size: 4}", "model.name=mlp", "batch_size=4"]
+    run = ["cluster.num_workers=2", "logging.every_steps=1000", "schedule.epochs=1"]
+    config = load_training_config([*small, *run, *options])
+    task = build_task(config)
+    path = Path(folder) / str(rank)
+    path.mkdir()
+    trainer = Trainer(config, task, build_model(config, task), Accelerator(cpu=True), Place(path))
+    trainer.recorder.start_bar()
+    rig = Rig(0.001)
+    with ahead(rig):
+        trainer._train_epoch(0)
+        reads = [read for read in rig.reads if not read.startswith(ON_THE_HOST)]
+    trainer.sync.detach()
+    return reads, trainer.step
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        (["algorithm.period=5"], [AT_AN_EPOCHS_END]),
+        (["algorithm.name=local", "algorithm.period=2"], []),
+    ],
+    ids=["cocod", "local"],
+)
+def test_an_epoch_of_the_trainer_waits_in_no_step(options: list[str], waits: list[str], tmp_path: Path) -> None:
+    """Nor at a round's end, except for what it asked at the one before."""
+    for reads, steps in run_workers(2, an_epoch, str(tmp_path), options, fresh=True):
+        assert steps == 12
+        assert [read for read in reads if read != OLD] == waits
 
 
 def not_finite(rank: int) -> tuple[int, list[str]]:

@@ -102,6 +102,12 @@ MISTAKES: list[tuple[str, str]] = [
     ("task.data=x", "unknown key task.data; did you mean task.data_dir?"),
     ("zzz=1", "unknown key zzz; known: name, output, seed"),
     # nodes, optimizer state
+    ("cluster.offload=gpu", "cluster.offload=gpu: "),
+    ("cluster.ctas=0", "cluster.ctas=0: must be at least 1"),
+    (
+        "cluster.offload=cpu + algorithm.name=ssgd",
+        "cluster.offload=cpu: requires an algorithm that averages models, not ssgd; set it to null",
+    ),
     ("cluster.workers_per_replica=0", "cluster.workers_per_replica=0: must be at least 1"),
     ("cluster.workers_per_replica=3", "cluster.workers_per_replica=3: does not divide cluster.num_workers=2"),
     ("cluster.workers_per_replica=2 + algorithm.name=ssgd", "not supported by ssgd, which sums all gradients; use 1"),
@@ -346,7 +352,7 @@ def test_what_may_differ_between_runs() -> None:
     }
     assert keys_that_may_differ(Affects.CELL) == {
         *nowhere,
-        *("evaluation.targets", "cluster.ctas"),
+        *("evaluation.targets", "cluster.ctas", "cluster.offload"),
         *in_sections("logging", "checkpoint", "emulate"),
     }
 

@@ -53,7 +53,7 @@ def small() -> nn.Module:
 
 
 def attached(
-    algorithm: Algorithm, module: nn.Module | None = None, *, nodes: bool = False
+    algorithm: Algorithm, module: nn.Module | None = None, *, nodes: bool = False, offloads: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer, Sync]:
     """As :func:`~cocod_accel.attach`, which compares checksums of real numbers and wants DDP."""
     module = small() if module is None else module
@@ -78,6 +78,7 @@ def attached(
         buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers()},
         signature="",
         node=stated[0],
+        offloads=offloads,
     )
     assert channels.between.size == 2
     reports = [Report(weight=1.0, node=node, trainable_digest="equal") for node in stated]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -12,25 +13,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from cocod_accel import SSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD
+from cocod_accel import SSGD, CoCoDSGD, LocalSGD, Outer
 from cocod_accel.algorithms import Algorithm
 from tests.fake_cuda import CUDA, fake_cuda
+from tests.test_ahead import begin, train
 from tests.test_host_reads import attached, step
 from tests.test_trainer import ROOT
+from tests.workers import run_workers
 
-#: A model of 8 GiB, in pieces that are small against it.
-WIDTH, LAYERS = 8192, 32
-ROWS: dict[str, Algorithm] = {
-    "`SSGD()`": SSGD(),
-    "`PipeSGD()`": PipeSGD(),
-    "`LocalSGD(k)`, `AsynLocalSGD(k)`": LocalSGD(2),
-    "`CoCoDSGD(k)`": CoCoDSGD(2),
-    '`CoCoDSGD(k, payload="bf16")`': CoCoDSGD(2, payload="bf16"),
-    '`CoCoDSGD(k, payload="int8")`': CoCoDSGD(2, payload="int8"),
-    '`CoCoDSGD(k, payload="int4")`': CoCoDSGD(2, payload="int4"),
-    '`CoCoDSGD(k, payload="ternary")`': CoCoDSGD(2, payload="ternary"),
-    "`CoCoDSGD(k, own_share=0.5)`": CoCoDSGD(2, own_share=0.5),
-    "`CoCoDSGD(k, outer=Outer(0.7, 0.9))`": CoCoDSGD(2, outer=Outer(0.7, 0.9)),
+#: A model of 32 GiB in layers of 1 GiB, so that single pieces count for little.
+WIDTH, LAYERS = 16384, 32
+ROWS: dict[str, tuple[Algorithm, bool]] = {
+    "`SSGD()`": (SSGD(), False),
+    '`SSGD(payload="int8")`': (SSGD(payload="int8"), False),
+    "`LocalSGD(k)`, `AsynLocalSGD(k)`": (LocalSGD(2), False),
+    "`CoCoDSGD(k)`": (CoCoDSGD(2), False),
+    '`CoCoDSGD(k, payload="int8")`': (CoCoDSGD(2, payload="int8"), False),
+    '`CoCoDSGD(k, payload="ternary")`': (CoCoDSGD(2, payload="ternary"), False),
+    "`CoCoDSGD(k, own_share=0.5)`": (CoCoDSGD(2, own_share=0.5), False),
+    "`CoCoDSGD(k, outer=Outer(0.7, 0.9))`": (CoCoDSGD(2, outer=Outer(0.7, 0.9)), False),
+    '`CoCoDSGD(k)`, `offload="cpu"`': (CoCoDSGD(2), True),
+    '`CoCoDSGD(k, payload="int8")`, `offload="cpu"`': (CoCoDSGD(2, payload="int8"), True),
 }
 
 
@@ -49,12 +52,12 @@ class Meter(TorchDispatchMode):
         return sum(size for _, size in self._known.values())
 
     def restart(self) -> None:
+        gc.collect()
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         tree_map(self._note, found)
-        self.peak = max(self.peak, self.live)
         return found
 
     def _note(self, leaf: Any) -> None:
@@ -62,54 +65,93 @@ class Meter(TorchDispatchMode):
             storage = leaf.untyped_storage()
             if storage._cdata not in self._known or self._known[storage._cdata][0].expired():
                 self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.peak = max(self.peak, self.live)
 
 
 def large() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=CUDA) for _ in range(LAYERS)))
 
 
-def copies(algorithm: Algorithm, **options: Any) -> list[float]:
-    """In copies of the parameters, beside model, gradients and optimizer: in training; at most in a step, in ``averaged()``
-    and in ``state_dict()``; what it returns.
+def bytes_a_parameter(algorithm: Algorithm, offloads: bool) -> list[float]:
+    """Beside model, gradients and optimizer: between steps, at most in a step, in ``averaged()``, in a checkpoint, and with
+    what ``state_dict()`` returns.
     """
     with fake_cuda() as device, Meter() as meter:
         device.is_done = True
-        model, optimizer, sync = attached(algorithm, module=large(), **options)
+        model, optimizer, sync = attached(algorithm, large(), offloads=offloads)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # it makes its momentum
-        size = sum(4 * parameter.numel() for parameter in model.parameters())
-        own = 3 * size  # the model, gradients, momentum
+        numel = sum(parameter.numel() for parameter in model.parameters())
 
         def extra(number: int) -> float:
-            return round((number - own) / size, 2)
+            return number / numel - 12
 
-        for _ in range(6):
-            step(model, optimizer, sync, own_gradients=True)
-        held = extra(meter.live)
+        def steps() -> None:
+            for _ in range(4):
+                step(model, optimizer, sync, own_gradients=True)
+
+        steps()
+        found = [extra(meter.live)]
         meter.restart()
-        for _ in range(4):
-            step(model, optimizer, sync, own_gradients=True)
-        in_step = extra(meter.peak)
+        steps()
+        found.append(extra(meter.peak))
         meter.restart()
         with sync.averaged():
-            inside = extra(meter.live)
-        in_averaged = extra(meter.peak)
+            found.append(extra(meter.peak))
         meter.restart()
-        written = sync.control.state_to_write()
-        in_checkpoint = extra(meter.peak)
-        del written
-        state = sync.state_dict()
-        in_state = extra(meter.live)
-        assert state
+        sync.control.state_to_write()
+        found.append(extra(meter.peak))
+        meter.restart()
+        assert sync.state_dict()
+        found.append(extra(meter.peak))
         sync.detach()
-    return [held, in_step, inside, in_averaged, in_checkpoint, in_state]
+    return [round(number, 1) for number in found]
 
 
-def main() -> None:
-    for name, algorithm in ROWS.items():
-        print(name, copies(algorithm))
+def table() -> dict[str, list[float]]:
+    """As the page has it."""
+    rows = re.findall(r"^\| (`\w+SGD\(.*?) \|((?: [\d.]+ \|)+)$", (ROOT / "docs/gpus.md").read_text(), re.MULTILINE)
+    return {name: [float(cell) for cell in cells.split("|")[:-1]] for name, cells in rows}
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_averages_take_the_memory_that_the_table_says(name: str) -> None:
+    found = bytes_a_parameter(*ROWS[name])
+    assert table()[name] == pytest.approx(found, abs=0.3), f"| {name} | {' | '.join(map(str, found))} |"
+
+
+def test_the_table_has_no_other_rows() -> None:
+    assert list(table()) == list(ROWS)
+
+
+def asked_inside(rank: int) -> list[bool]:
+    """Where a state is asked for inside ``averaged()``: is the local state back, and the run's end that without it?"""
+    found = []
+    for algorithm in (CoCoDSGD(3, payload="int8"), CoCoDSGD(3), CoCoDSGD(3, own_share=0.5)):
+        ends = []
+        for asks in (False, True):
+            model, optimizer, sync = begin(algorithm, rank)
+            batches = torch.randn(8, 8, 6, generator=torch.Generator().manual_seed(rank))
+            train(model, optimizer, batches[:4])
+            before = [parameter.clone() for parameter in model.parameters()]
+            if asks:
+                with sync.averaged():
+                    sync.state_dict()
+                    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+                found += [all(changed), all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))]
+            train(model, optimizer, batches[4:])
+            sync.finish()
+            sync.detach()
+            ends.append(torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]))
+        found.append(torch.equal(*ends))
+    return found
+
+
+def test_a_state_may_be_asked_for_while_the_local_one_is_put_away() -> None:
+    assert run_workers(2, asked_inside) == [[True] * 9] * 2
 
 
 if __name__ == "__main__":
-    main()
+    for row, case in ROWS.items():
+        print(f"| {row} | {' | '.join(map(str, bytes_a_parameter(*case)))} |")

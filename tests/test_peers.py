@@ -12,8 +12,11 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
+from cocod_accel.comm.watchdog import store_of
 from tests.test_trainer import ROOT
+from tests.workers import run_workers
 
 MESSAGES = {
     "killed": r"worker 1 died at step \d+",
@@ -62,3 +65,16 @@ def test_a_worker_that_is_gone_is_named_by_all_others(what: str, algorithm: str,
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def kept_apart(rank: int) -> bytes:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    store = store_of(groups[rank])
+    store.set("beat", str(rank))
+    dist.barrier()
+    found: bytes = store.get("beat")
+    return found
+
+
+def test_two_models_of_different_workers_do_not_hear_each_other() -> None:
+    assert run_workers(2, kept_apart) == [b"0", b"1"]

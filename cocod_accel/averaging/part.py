@@ -6,7 +6,6 @@ becomes of an arrived mean), and a route (who it travels to). Algorithms are wri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cocod_accel.averaging.coder import Coder, launch_coded
+from cocod_accel.averaging.drift import Drift
 from cocod_accel.averaging.flat import FlatCopy, Segment, square_sums
 from cocod_accel.averaging.header import SUM_SIZE, Arrivals, Header, Kind
 from cocod_accel.averaging.offload import HostCopy
@@ -35,36 +35,6 @@ class Ballot(Protocol):
 
     def count(self, stop: bool, save: bool) -> None:
         """Whether any worker has voted so."""
-
-
-class Drift:
-    """||x_t - mean_t||^2 and ||mean_t||^2 in pieces, kept on their devices: reading them would wait for the device."""
-
-    def __init__(self) -> None:
-        self.distances: list[Tensor] = []
-        self.norms: list[Tensor] = []
-
-    @classmethod
-    def sum_of(cls, drifts: Sequence[Drift]) -> Drift:
-        total = cls()
-        for drift in drifts:
-            total.distances += drift.distances
-            total.norms += drift.norms
-        return total
-
-    @property
-    def ratio(self) -> float:
-        distance, norm = (math.fsum(float(piece) for piece in pieces) for pieces in (self.distances, self.norms))
-        return math.sqrt(distance / norm) if norm > 0 else 0.0
-
-    def state(self) -> list[list[float]]:
-        return [[float(piece) for piece in pieces] for pieces in (self.distances, self.norms)]
-
-    @classmethod
-    def of_state(cls, state: Sequence[Sequence[float]]) -> Drift:
-        drift = cls()
-        drift.distances, drift.norms = ([torch.tensor(p, dtype=torch.float64) for p in pieces] for pieces in state)
-        return drift
 
 
 @dataclass
@@ -113,6 +83,7 @@ class Part:
         self._in_flight: _InFlight | None = None
         self._pair: tuple[Snapshot, FlatCopy] | None = None
         self._is_offloaded = False
+        self._kept: Snapshot | None = None
         self._arrivals, self._ballots = Arrivals(), Arrivals()
         is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
         #: z, where it is more than the last mean.
@@ -221,6 +192,10 @@ class Part:
         flight = self._in_flight
         if flight is None or flight.handle is None:
             return
+        if self._kept is flight.total:
+            self._kept = FlatCopy(self.parameters)
+            for core, value in zip(self._kept.cores, flight.total.cores, strict=True):
+                core.copy_(value)
         self._arrive(flight)
         flight.handle = None
         for index, (segment, local) in enumerate(zip(flight.total.segments, flight.snapshot.each(), strict=True)):
@@ -265,19 +240,34 @@ class Part:
         self._has_left_out = False
 
     @torch.no_grad()
-    def keep_local(self) -> Snapshot:
-        """A copy of the parameters, for as long as nobody launches.
+    def keep_local(self) -> None:
+        """Until :meth:`restore_local` the parameters may be anything. Where rounds have room to lend, no memory is taken."""
+        self._kept = self._lent()
+        self._kept.load_cores()
 
-        It lies where rounds keep x_t: once an average has landed, nobody needs that any more. It is landed here, which
-        delays nobody: whatever is averaged meanwhile would travel behind it.
-        """
-        if self._in_flight is not None and self._in_flight.handle is not None:
-            for handle in (*self._in_flight.beside, self._in_flight.handle):
+    @torch.no_grad()
+    def restore_local(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.store_cores()
+
+    def _lent(self) -> Snapshot:
+        flight = self._in_flight
+        if self._pair is None:
+            return FlatCopy(self.parameters)
+        snapshot, total = self._pair
+        if flight is None or flight.handle is None:
+            return snapshot  # what was started from it has landed
+        if flight.is_coded:
+            return total  # the mean is decoded into it, later; a state that is asked for meanwhile moves it
+        if self.point is None:
+            # Landing keeps one tensor of two, and moves nothing that workers share. It delays nobody: whatever is averaged
+            # meanwhile would travel behind it.
+            for handle in (*flight.beside, flight.handle):
                 handle.wait()  # before its cost is counted: it was not training that waited
             self.land()
-        room: Snapshot = FlatCopy(self.parameters) if self._pair is None else self._pair[0]
-        room.load_cores()
-        return room
+            return snapshot
+        return HostCopy(total) if self._is_offloaded else FlatCopy(self.parameters)
 
     def poll(self) -> None:
         """Note in passing whether the average in flight has arrived."""

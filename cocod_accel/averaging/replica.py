@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from cocod_accel.averaging.coder import coded_bytes, time_coding
+from cocod_accel.averaging.drift import Drift
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts, in_pieces
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
-from cocod_accel.averaging.part import Ballot, Drift, Part
+from cocod_accel.averaging.part import Ballot, Part
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Rule
 from cocod_accel.averaging.weights import mean_
@@ -155,7 +156,8 @@ class Replica:
         Piece by piece, so that no more than one piece is needed beside the local state, which lies where rounds keep x_t.
         """
         with torch.no_grad():
-            kept = [part.keep_local() for part in self.parts]
+            for part in self.parts:
+                part.keep_local()
             buffers = self.buffers()
             kept_buffers = [buffer.clone() for buffer in buffers]
         try:
@@ -165,8 +167,8 @@ class Replica:
             yield
         finally:
             with torch.no_grad():
-                for copy in kept:
-                    copy.store_cores()
+                for part in self.parts:
+                    part.restore_local()
                 for buffer, value in zip(buffers, kept_buffers, strict=True):
                     buffer.copy_(value)
 

@@ -222,6 +222,16 @@ def default_store() -> Any:
     return store.clone()
 
 
+def store_of(group: Any) -> Any:
+    """The same, with keys of its own if these are not all workers; None: all of them."""
+    from torch.distributed import PrefixStore, get_process_group_ranks, get_world_size
+
+    store = default_store()
+    if group is None or get_world_size(group) == get_world_size():
+        return store
+    return PrefixStore("workers " + " ".join(map(str, get_process_group_ranks(group))), store)
+
+
 def end_process(line: str | None, code: int) -> None:
     """Print a line and exit at once: the main thread may wait in a collective forever."""
     with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

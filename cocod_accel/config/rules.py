@@ -85,6 +85,9 @@ def _validate_algorithm(config: Config) -> None:
     allowed, policy = kind.optimizer_policies, options.optimizer_state
     rule = f"is not supported by {name}; choose from {', '.join(allowed)}"
     require(policy in allowed, "algorithm.optimizer_state", policy, rule)
+    offload = config.cluster.offload
+    rule = f"requires an algorithm that averages models, not {name}; set it to null"
+    require(offload is None or not kind.reduces_gradients, "cluster.offload", offload, rule)
     is_supported = kind.same_period and not kind.reduces_gradients
     for key, value, fix in (("period", given, "give a number of steps"), ("payload", options.payload, "name a payload")):
         if value == AUTO:

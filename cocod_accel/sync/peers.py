@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cocod_accel.comm.watchdog import Watch, default_store, end_process
+from cocod_accel.comm.watchdog import Watch, end_process, store_of
 
 if TYPE_CHECKING:
     from cocod_accel.sync.sync import Sync
@@ -25,7 +25,7 @@ class PeerWatch:
     def __init__(self, sync: Sync, frozen_seconds: float) -> None:
         self.rank = sync.rank
         self._watch = Watch(
-            default_store(),
+            store_of(sync.subject.group),
             sync.rank,
             sync.num_workers,
             frozen_seconds=frozen_seconds,
