@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cocod_accel.checkpoint import safetree as packing
 from cocod_accel.checkpoint.files import (
@@ -34,10 +34,11 @@ from cocod_accel.checkpoint.files import (
 )
 from cocod_accel.checkpoint.merge import merged
 from cocod_accel.checkpoint.rng import random_state, set_random_state
+from cocod_accel.checkpoint.schema import check_tree
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.sync.ddp import unwrap
 from cocod_accel.sync.deepspeed import engine_state, load_engine_state
-from cocod_accel.sync.states import without_averages
+from cocod_accel.sync.states import readable, without_averages
 from cocod_accel.sync.sync import Sync
 
 logger = logging.getLogger(__name__)
@@ -213,10 +214,17 @@ class Checkpoints:
 
     # ---- restoring
 
-    def resume(self, path: str | Path | None = None, *, is_same: Callable[[Any], bool] | None = None) -> Resumed | None:
+    def resume(
+        self,
+        path: str | Path | None = None,
+        *,
+        is_same: Callable[[Any], bool] | None = None,
+        check: Callable[[Any], object] | None = None,
+    ) -> Resumed | None:
         """Go on from ``path``, or from the newest checkpoint that is whole; None if there is none. Collective.
 
         Another number of workers goes on from their weighted mean; so does a position that ``is_same`` says no to.
+        ``check`` raises a ValueError for a position that is none; nothing has been changed then.
         """
         listed, error = try_together(
             lambda: [str(found) for found in self._candidates(path)], self._group, self._subject.device
@@ -228,7 +236,7 @@ class Checkpoints:
             return None
         problems = []
         for candidate in candidates:
-            checked, error = try_together(lambda c=candidate: self._check(c), self._group, self._subject.device)  # type: ignore[misc]
+            checked, error = try_together(lambda c=candidate: self._check(c, check), self._group, self._subject.device)  # type: ignore[misc]
             if error is None:
                 weights, position, has_same_nodes = checked[0]
                 is_exact = has_same_nodes and (is_same is None or is_same(position))
@@ -247,7 +255,7 @@ class Checkpoints:
             return [given]
         return checkpoints_in(given) or checkpoints_in(given / "checkpoints") or [given]
 
-    def _check(self, path: Path) -> tuple[list[float], Any, bool]:
+    def _check(self, path: Path, check: Callable[[Any], object] | None) -> tuple[list[float], Any, bool]:
         """Worker 0 looks at the files that all need, each worker at its own.
 
         The saved weights, a position, and whether the same workers shared nodes.
@@ -264,12 +272,27 @@ class Checkpoints:
         saved, attached = manifest["algorithm"], self._sync.algorithm
         if saved != attached:
             raise ValueError(f"was saved with {saved}, but {attached} is attached")
-        tree = packing.read(path / worker_file(self._rank if num_workers == self._num_workers else 0))
-        _check_model(self._subject.module, tree["model"])
-        here = [type(optimizer).__name__ for optimizer in self._subject.optimizers]
-        if tree["kinds"] != here:
-            raise ValueError(f"was saved with {', '.join(tree['kinds'])}, but this run has {', '.join(here)}")
+        tree: Any = None
+        # All of them are needed for their mean; the first one's is looked at last, because its position counts.
+        for rank in [self._rank] if num_workers == self._num_workers else reversed(range(num_workers)):
+            tree = packing.read(path / worker_file(rank))
+            check_tree(tree, self._subject.module, self._subject.optimizers)
+            self._check_rest(tree, num_workers)
+            if check is not None:
+                check(tree["position"])
         return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
+
+    def _check_rest(self, tree: Any, num_workers: int) -> None:
+        """What this run has besides a model and its optimizers."""
+        if tree["num_workers"] != num_workers:
+            raise ValueError(f"was saved by {tree['num_workers']} workers, but lists {num_workers}")
+        if (tree["engine"] is None) != (self._subject.engine is None):
+            raise ValueError("was saved with an engine, or is loaded into one, but not both")
+        own, saved = (None if self._scaler is None else self._scaler.state_dict()), tree["scaler"]
+        if own is not None and (saved is None or own.keys() != saved.keys()):
+            raise ValueError("holds no state for the GradScaler of this run")
+        if num_workers == self._num_workers:
+            self._sync._driver.check_state(readable(tree["sync"]))
 
     def _restore(self, path: Path, weights: list[float], is_exact: bool) -> Resumed:
         if is_exact:
@@ -281,13 +304,26 @@ class Checkpoints:
                     self._load_custom_objects(self._loaded)
                 else:
                     self._load_hook([], str(path))
+                set_random_state(self._loaded["random"])
 
             _, error = try_together(load, self._group, self._subject.device)
             if error is not None:
                 raise CheckpointError(f"{path}: {error}")
-            set_random_state(self._loaded["random"])
             return Resumed(path, self._loaded["position"], True, len(weights))
-        tree = merged([path / worker_file(rank) for rank in range(len(weights))], weights)
+        trees: list[Any] = []
+
+        def mix() -> None:
+            tree = merged([path / worker_file(rank) for rank in range(len(weights))], weights)
+            self._load_merged(tree)
+            trees.append(tree)
+
+        _, error = try_together(mix, self._group, self._subject.device)
+        if error is not None:
+            raise CheckpointError(f"{path}: {error}")
+        return Resumed(path, trees[0]["position"], False, len(weights))
+
+    def _load_merged(self, tree: Any) -> None:
+        """One state for all workers, who begin a round with it."""
         self._custom_objects = list(getattr(self._accelerator, "_custom_objects", []))
         self._load_custom_objects(tree)
         for scheduler, state in zip(getattr(self._accelerator, "_schedulers", []), tree["schedulers"], strict=True):
@@ -299,7 +335,6 @@ class Checkpoints:
         for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self._sync.load_state_dict(without_averages(tree["sync"], self._sync.nodes))
-        return Resumed(path, tree["position"], False, len(weights))
 
     def _load_hook(self, models: list[nn.Module], folder: str) -> None:
         """On every worker, before accelerate reads its own files."""
@@ -347,17 +382,6 @@ def _packable(state: Any) -> Any:
     except TypeError:
         return None
     return state
-
-
-def _check_model(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Refuse the state of another model, before anything is changed."""
-    here = {name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    there = {name: tuple(value.shape) for name, value in saved.items() if isinstance(value, Tensor)}
-    for name in here.keys() | there.keys():
-        if here.get(name) != there.get(name):
-            raise ValueError(
-                f"is for a different model: {name} has shape {there.get(name, 'none')}, here {here.get(name, 'none')}"
-            )
 
 
 def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

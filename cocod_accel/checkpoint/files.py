@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from cocod_accel.checkpoint import safetree as packing
+from cocod_accel.checkpoint.schema import check_manifest
 
 MANIFEST = "checkpoint.json"
 _VERSION = 1
+_LARGEST_MANIFEST = 100_000_000
 
 
 class CheckpointError(RuntimeError):
@@ -27,16 +29,19 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """What a checkpoint consists of."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"has no {MANIFEST}; give the folder of a checkpoint")
+    if file.stat().st_size > _LARGEST_MANIFEST:
+        raise ValueError(f"{MANIFEST} is larger than {_LARGEST_MANIFEST:,} bytes")
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        version, files, weights = manifest["version"], manifest["files"], manifest["weights"]
-        well_formed = isinstance(files, dict) and isinstance(weights, list) and bool(weights)
-    except FileNotFoundError as error:
-        raise ValueError(f"has no {MANIFEST}; give the folder of a checkpoint") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
-    if version != _VERSION or not well_formed:
-        raise ValueError(f"{MANIFEST} has an unknown version ({version}); use the release that wrote it")
+    try:
+        check_manifest(manifest, _VERSION, worker_file)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST}: {error}") from error
     return manifest
 
 

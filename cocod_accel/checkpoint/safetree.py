@@ -54,11 +54,16 @@ def read(path: Path, device: str | torch.device = "cpu") -> Any:
     """What :func:`write` has written."""
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        metadata = file.metadata() or {}
-        if _KEY not in metadata:
-            raise ValueError(f"{path}: is not a file of cocod_accel")
-        return _unpack(json.loads(metadata[_KEY]), file)
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if _KEY not in metadata:
+                raise ValueError("is not a file of cocod_accel")
+            return _unpack(json.loads(metadata[_KEY]), file)
+    except OSError:
+        raise
+    except Exception as error:  # what a file that was made by hand may lead to
+        raise ValueError(f"{path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
 
 
 def flush(path: Path) -> None:
@@ -101,5 +106,7 @@ def _unpack(node: Any, file: Any) -> Any:
         return file.get_tensor(content)
     if kind == "dict":
         return {_unpack(key, file): _unpack(item, file) for key, item in content}
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"{kind!r} is nothing that is saved")
     items = [_unpack(item, file) for item in content]
     return tuple(items) if kind == "tuple" else items

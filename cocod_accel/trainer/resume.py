@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
-from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.config.loading import save_config
 from cocod_accel.config.strict import printable
 from cocod_accel.sharding.plan import with_batches
 from cocod_accel.trainer.adapt import Adaptation
 from cocod_accel.trainer.recorder import Recorder
 from cocod_accel.trainer.resume_policy import Place
-from cocod_accel.trainer.work import Position
+from cocod_accel.trainer.work import Position, check_position
 from cocod_accel.trainer.worker import Worker
 
 
@@ -67,10 +66,10 @@ class Resumption:
         """Model, optimizer and averages of a checkpoint; None if there is none to start from."""
         if not self._place.is_continued and self._place.start is None:
             return None
-        resumed = self._checkpoints.resume(self._place.start, is_same=self._is_same_plan)
+        resumed = self._checkpoints.resume(self._place.start, is_same=self._is_same_plan, check=check_position)
         if resumed is not None and self._needs_warm_up(resumed):
             self._warm_up()
-            resumed = self._checkpoints.resume(resumed.path, is_same=self._is_same_plan)
+            resumed = self._checkpoints.resume(resumed.path, is_same=self._is_same_plan, check=check_position)
         return resumed
 
     def _restore(self, resumed: Resumed) -> None:
@@ -113,8 +112,6 @@ class Resumption:
 
     def _is_same_plan(self, position: Any) -> bool:
         """Whether a saved worker had this worker's batches."""
-        if not isinstance(position, dict) or "first_batches" not in position:
-            raise CheckpointError("the checkpoint was not written by cocod train, so no run can start from it")
         if position["shuffle"] != self._config.cluster.shuffle:
             return False
         steps = self.worker.all_steps(position["epoch"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cocod_accel.algorithms import Algorithm
+from cocod_accel.checkpoint import schema
 from cocod_accel.config.algorithms import algorithm_class, build_algorithm
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
@@ -113,6 +114,46 @@ class Work:
         """Samples that all workers take in an epoch, per sample of this one."""
         used = [b * s for b, s in zip(self.plan.batches, self.all_steps[epoch], strict=True)]
         return float(sum(used) / used[self.rank])
+
+
+def check_position(saved: Any) -> None:
+    """Refuse what no run has kept as its position: nothing of a checkpoint is used before all of it was looked at."""
+    if not isinstance(saved, dict) or "first_batches" not in saved:
+        raise ValueError("was not written by cocod train, so no run can start from it")
+    counts = schema.each(schema.count)
+    own = schema.record(
+        {
+            "sizes": schema.values(schema.count),
+            "clock": schema.each(schema.number, 2),
+            "times": schema.values(schema.optional(schema.number), schema.number),
+            "losses": _scalar,
+            "pace": schema.each(schema.anything),
+        }
+    )
+    rules: dict[str, schema.Check] = {
+        "seed": schema.either(schema.count, schema.word),
+        **dict.fromkeys(("epoch", "index", "step", "samples", "shared_steps", "last_shared"), schema.count),
+        **dict.fromkeys(("accuracy", "best_accuracy", "all_samples"), schema.number),
+        "moved_batches": schema.optional(counts),
+        "paces": schema.optional(schema.each(schema.each(schema.number, 2))),
+        "fixed": schema.optional(schema.each(schema.number)),
+        "periods": schema.optional(schema.each(schema.each(schema.count, 2))),
+        "generator": schema.optional(schema.check_generator),
+        "first_batches": counts,
+        "all_steps": counts,
+        "shuffle": schema.word,
+        "own": own,
+    }
+    known = [entry.name for entry in fields(Position)]
+    schema.record(rules, optional_keys=known)(saved, "position")
+    if not min(saved["first_batches"], default=0) >= 1 or len(saved["first_batches"]) != len(saved["all_steps"]):
+        raise ValueError("position.first_batches are not those of its workers")
+
+
+def _scalar(value: Any, where: str) -> None:
+    schema.tensor(value, where)
+    if value.numel() != 1:
+        schema.fail(where, "is not one number")
 
 
 @dataclass
