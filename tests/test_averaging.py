@@ -194,7 +194,7 @@ def test_with_one_worker_nothing_changes_not_even_a_signed_zero() -> None:
     replica.launch()
     replica.merge()
     replica.equalise()
-    with replica.averaged():
+    with replica.evaluation.averaged():
         pass
     assert math.copysign(1, tensor[0].item()) == -1
     assert tensor[1] == 1.5

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import CoCoDSGD, LocalSGD, Outer, Sync, attach
@@ -205,6 +206,7 @@ def reads_version_3(rank: int) -> Any:
         with pytest.raises(ValueError, match=r"pull_back=0.5, which discarded progress and was removed; .*own_share"):
             other.load_state_dict({**old, "anchor": {"pull_back": 0.5, "anchor": None}})
         other.detach()
+    dist.barrier()  # the other one may still be connecting
     return found
 
 

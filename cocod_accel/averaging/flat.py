@@ -31,6 +31,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def floating(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that can be averaged."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
 def square_sums(flat: Tensor) -> list[Tensor]:
     """||flat||^2 in pieces: BLAS counts elements in 32 bits."""
     return [piece.dot(piece) for piece in flat.split(_MOST_ELEMENTS)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +16,14 @@ from torch import Tensor
 from cocod_accel.averaging.coder import Coder, launch_coded
 from cocod_accel.averaging.drift import Drift
 from cocod_accel.averaging.flat import FlatCopy, Segment, square_sums
-from cocod_accel.averaging.header import SUM_SIZE, Arrivals, Header, Kind
+from cocod_accel.averaging.header import Header, Kind
 from cocod_accel.averaging.offload import HostCopy
+from cocod_accel.averaging.polls import Polls
+from cocod_accel.averaging.room import Room, Snapshot
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Point, Rule, keep_share_, mix_
 from cocod_accel.averaging.weights import mean_, negated_delta_
 from cocod_accel.comm.handles import Handle, ring_total
-
-#: Where x_t is kept.
-Snapshot: TypeAlias = FlatCopy | HostCopy
-
-
-class Ballot(Protocol):
-    """What workers ask of each other on the way: to stop, to save."""
-
-    def cast(self) -> tuple[int, int]:
-        """This worker's votes."""
-
-    def count(self, stop: bool, save: bool) -> None:
-        """Whether any worker has voted so."""
 
 
 @dataclass
@@ -51,7 +40,7 @@ class _InFlight:
     header: Header | None = None
     is_coded: bool = False
     beside: list[Handle] = field(default_factory=list)  # of what does not travel with the model
-    ballot: Tensor | None = None  # the votes, if they do not
+    answer: Tensor | None = None  # all workers' votes, if they do not
     drift: Drift = field(default_factory=Drift)  # once landed
 
 
@@ -76,15 +65,12 @@ class Part:
         self.kind = kind
         #: Averages that were started.
         self.number = 0
-        #: Who votes travel for; None: nobody.
-        self.ballot: Ballot | None = None
+        self.polls = Polls(route, kind)
         #: Of the last mean that was taken in.
         self.drift = Drift()
         self._in_flight: _InFlight | None = None
-        self._pair: tuple[Snapshot, FlatCopy] | None = None
-        self._is_offloaded = False
+        self._room = Room(self.parameters)
         self._kept: Snapshot | None = None
-        self._arrivals, self._ballots = Arrivals(), Arrivals()
         is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
         #: z, where it is more than the last mean.
         self.point = Point(self.parameters, self.rule.outer) if is_needed else None
@@ -97,13 +83,13 @@ class Part:
 
     def offload(self) -> None:
         """From now on x_t and what rounding has dropped wait in the host's memory. Before training begins."""
-        self._is_offloaded = True
+        self._room.is_offloaded = True
         self._coders = self._new_coders()
 
     def _new_coders(self) -> list[Coder]:
         if self.point is None or self._codec == "fp32":
             return []
-        return [Coder(self._codec, core, self.route.comm, offload=self._is_offloaded) for core in self.point.cores]
+        return [Coder(self._codec, core, self.route.comm, offload=self._room.is_offloaded) for core in self.point.cores]
 
     # ---- verbs
 
@@ -119,7 +105,7 @@ class Part:
         assert self._in_flight is None, "an average is already in flight"
         if self.route.is_alone and (self.route.node is None or not extras):
             return
-        snapshot, total = self._flat_pair(extras)
+        snapshot, total = self._room.for_average(extras)
         if total.header is None:
             return
         self.number += 1
@@ -129,9 +115,11 @@ class Part:
         flight = _InFlight(snapshot, total, None, is_coded=is_coded)
         if self.route.node is not None:
             self.route.node.average_([segment.flat for segment in total.segments if segment.is_extra])
-            self._ask_everyone(flight, total.header.device)
-        votes = self.ballot.cast() if self.ballot is not None and flight.ballot is None else (0, 0)
-        header = flight.header = Header(self.kind, self.number, weights.factors, weights.rank, votes)
+            asked = self.polls.ask(total.header.device)
+            if asked is not None:
+                flight.answer = asked[0]
+                flight.beside.append(asked[1])
+        header = flight.header = Header(self.kind, self.number, weights.factors, weights.rank, self.polls.cast())
         if is_coded:
             assert self.point is not None
             if total.tails:
@@ -153,10 +141,11 @@ class Part:
             return
         self.land()
         flight, self._in_flight = self._in_flight, None
-        if self._left_out is not None:
-            self._keep_share(flight.total)
-        elif self.rule.mix is not None:
-            self._mix(flight.total)
+        if self._left_out is not None and self.point is not None:
+            _keep_share(flight.total, self._left_out, self.point, self.rule.own_share)
+            self._has_left_out = True
+        elif self.rule.mix is not None and self.point is not None:
+            _mix(flight.total, self.point, self.rule.mix)
         else:
             for segment in flight.total.segments:
                 # Minus (x_t - z) rounds like plus (z - x_t).
@@ -223,12 +212,12 @@ class Part:
     def settle(self) -> None:
         """Take in what is in flight with all of this worker's own steps, because the run stops here for a while."""
         self.merge()
-        self._settle_votes()
+        self.polls.settle()
         if self._has_left_out and self._left_out is not None:
             for segment in self._left_out.segments:
                 torch._foreach_add_(segment.tensors, segment.views)
             self._has_left_out = False
-        self._pair = None
+        self._room.pair = None
 
     @torch.no_grad()
     def set_common(self, views: Mapping[Tensor, Tensor]) -> None:
@@ -253,9 +242,9 @@ class Part:
 
     def _lent(self) -> Snapshot:
         flight = self._in_flight
-        if self._pair is None:
+        if self._room.pair is None:
             return FlatCopy(self.parameters)
-        snapshot, total = self._pair
+        snapshot, total = self._room.pair
         if flight is None or flight.handle is None:
             return snapshot  # what was started from it has landed
         if flight.is_coded:
@@ -267,7 +256,7 @@ class Part:
                 handle.wait()  # before its cost is counted: it was not training that waited
             self.land()
             return snapshot
-        return HostCopy(total) if self._is_offloaded else FlatCopy(self.parameters)
+        return HostCopy(total) if self._room.is_offloaded else FlatCopy(self.parameters)
 
     def poll(self) -> None:
         """Note in passing whether the average in flight has arrived."""
@@ -284,7 +273,7 @@ class Part:
     def state(self, *, copies: bool = True) -> dict[str, Any]:
         """Waits for what is in flight; starts no collective. Without ``copies`` it holds only until the next step."""
         self.land()
-        self._settle_votes()
+        self.polls.settle()
         flight = self._in_flight
         keep = torch.clone if copies else torch.detach
         left_out = self._left_out.buffers if self._left_out is not None and self._has_left_out else None
@@ -331,10 +320,10 @@ class Part:
             self._left_out.fill(state["left_out"])
             self._has_left_out = True
         if state["in_flight"] is not None and not self.route.is_alone:
-            self._pair = self._new_pair(())
-            for core, value in zip(self._pair[1].cores, state["in_flight"], strict=True):
+            pair = self._room.renew()
+            for core, value in zip(pair[1].cores, state["in_flight"], strict=True):
                 core.copy_(value)
-            self._in_flight = _InFlight(*self._pair, handle=None, is_coded=state["is_coded"])
+            self._in_flight = _InFlight(*pair, handle=None, is_coded=state["is_coded"])
             if len(state["drift"]) == 4:
                 self._in_flight.drift = Drift.of_state(state["drift"][2:])
 
@@ -355,58 +344,19 @@ class Part:
                 scaled.flat.copy_(local)
             index += not scaled.is_extra
 
-    def _keep_share(self, total: FlatCopy) -> None:
-        assert self._left_out is not None
-        assert self.point is not None
-        for start, rest, z in zip(total.segments, self._left_out.segments, self.point.segments, strict=True):
-            torch._foreach_copy_(rest.views, start.tensors)
-            keep_share_(rest.flat, start.flat, z.flat, self.rule.own_share)
-            torch._foreach_copy_(start.tensors, start.views)
-        self._has_left_out = True
-
-    def _mix(self, total: FlatCopy) -> None:
-        assert self.rule.mix is not None
-        assert self.point is not None
-        for segment, z in zip(total.segments, self.point.segments, strict=True):
-            torch._foreach_copy_(segment.views, segment.tensors)
-            mix_(segment.flat, z.flat, self.rule.mix)
-            torch._foreach_copy_(segment.tensors, segment.views)
-
     def _arrive(self, flight: _InFlight) -> None:
         assert flight.handle is not None
         assert flight.header is not None
         self.route.traffic.wait_for([*flight.beside, flight.handle])
-        self._check_headers(flight, flight.header)
+        assert flight.total.header is not None
+        slots = [rows for coder in self._coders for rows in coder.headers] if flight.is_coded else [flight.total.header]
+        self.polls.read_headers(flight.header.read_rows if flight.is_coded else flight.header.read, slots)
         if flight.is_coded:
             assert self.point is not None
             for coder, centre, mean in zip(self._coders, self.point.cores, flight.total.cores, strict=True):
                 coder.decode(centre, mean)
-        if flight.ballot is not None:
-            self._count(self._ballots.check(_votes_in, [flight.ballot], votes=True, at_once=self.kind is not Kind.ROUND))
-
-    def _check_headers(self, flight: _InFlight, header: Header) -> None:
-        assert flight.total.header is not None
-        slots = [rows for coder in self._coders for rows in coder.headers] if flight.is_coded else [flight.total.header]
-        read = header.read_rows if flight.is_coded else header.read
-        travel = self.ballot is not None and flight.ballot is None
-        self._count(self._arrivals.check(read, slots, votes=travel, at_once=self.kind is not Kind.ROUND))
-
-    def _settle_votes(self) -> None:
-        for arrivals in (self._arrivals, self._ballots):
-            self._count(arrivals.settle())
-
-    def _count(self, votes: tuple[bool, bool]) -> None:
-        if self.ballot is not None:
-            self.ballot.count(*votes)
-
-    def _ask_everyone(self, flight: _InFlight, device: torch.device) -> None:
-        """The workers of a node send different shares of the model, and have votes of their own."""
-        if self.ballot is not None:
-            flight.ballot = torch.zeros(2, device=device)
-            for place, vote in zip(flight.ballot, self.ballot.cast(), strict=True):
-                if vote:  # filled in place: a copy from the host would wait for a device
-                    place.fill_(1)
-            flight.beside.append(self.route.everyone.launch([flight.ballot]))
+        if flight.answer is not None:
+            self.polls.read_answer(flight.answer)
 
     def _divisor(self, flight: _InFlight, segment: Segment) -> float:
         """What turns ``total`` into the mean."""
@@ -423,26 +373,21 @@ class Part:
         if flight.is_coded:
             traffic.num_bytes += ring_total(sum(coder.num_bytes for coder in self._coders), comm.size)
 
-    def _flat_pair(self, extras: Sequence[Tensor]) -> tuple[Snapshot, FlatCopy]:
-        wanted = [*self.parameters, *extras]
-        if self._pair is not None:
-            held = self._pair[0].sources
-            if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
-                return self._pair
-            self._pair = None
-        self._pair = self._new_pair(extras)
-        return self._pair
 
-    def _new_pair(self, extras: Sequence[Tensor]) -> tuple[Snapshot, FlatCopy]:
-        total = FlatCopy(self.parameters, extras, header_size=SUM_SIZE)
-        if self._is_offloaded:
-            return HostCopy(total), total
-        return FlatCopy(self.parameters, extras, header_size=SUM_SIZE), total
+def _keep_share(total: FlatCopy, left_out: FlatCopy, point: Point, share: float) -> None:
+    """x <- z + share f, of parts that began at what ``total`` holds; ``left_out`` <- (1 - share) f."""
+    for start, rest, z in zip(total.segments, left_out.segments, point.segments, strict=True):
+        torch._foreach_copy_(rest.views, start.tensors)
+        keep_share_(rest.flat, start.flat, z.flat, share)
+        torch._foreach_copy_(start.tensors, start.views)
 
 
-def _votes_in(ballot: Tensor) -> tuple[bool, bool]:
-    stop, save = (ballot > 0).tolist()
-    return bool(stop), bool(save)
+def _mix(total: FlatCopy, point: Point, mix: float) -> None:
+    """x <- mix x + (1 - mix) z"""
+    for segment, z in zip(total.segments, point.segments, strict=True):
+        torch._foreach_copy_(segment.views, segment.tensors)
+        mix_(segment.flat, z.flat, mix)
+        torch._foreach_copy_(segment.tensors, segment.views)
 
 
 def _check_sizes(what: str, values: Sequence[Tensor], expected: list[int]) -> None:

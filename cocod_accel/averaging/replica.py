@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.coder import coded_bytes, time_coding
 from cocod_accel.averaging.drift import Drift
-from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts, in_pieces
-from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
-from cocod_accel.averaging.part import Ballot, Part
+from cocod_accel.averaging.evaluation import Evaluation
+from cocod_accel.averaging.flat import as_real, balanced_cuts, floating
+from cocod_accel.averaging.header import Kind
+from cocod_accel.averaging.part import Part
+from cocod_accel.averaging.polls import Ballot
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Rule
-from cocod_accel.averaging.weights import mean_
-from cocod_accel.comm.device import wait_for_device
-from cocod_accel.comm.handles import Handle
 
 #: Error message for optimizer states that cannot be averaged.
 UNLIKE_STATES = (
     "workers hold different optimizer states, because some have had no gradient for a parameter yet; "
     'use optimizer_state="keep"'
 )
-
-# What a mean to evaluate with takes beside the model, and what one collective of it sends.
-_PIECE_BYTES = 64 << 20
-
-
-@dataclass
-class MeanInFlight:
-    """A mean to evaluate with, on its way; empty where a worker is alone, or once it has been taken."""
-
-    total: FlatCopy | None = None
-    handle: Handle | None = None
-    header: Header | None = None
 
 
 class Replica:
@@ -69,7 +51,8 @@ class Replica:
         self.optimizer_tensors: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
         self._exact: Part | None = None
         self._exact_drift: Drift | None = None
-        self._num_evaluations = 0
+        #: The mean to evaluate with.
+        self.evaluation = Evaluation(self.parameters, buffers, self.parts, route)
         self._is_offloaded = False
 
     def offload(self) -> None:
@@ -115,7 +98,7 @@ class Replica:
 
     def vote_with(self, ballot: Ballot) -> None:
         """From now on votes travel with the first part."""
-        self.parts[0].ballot = ballot
+        self.parts[0].polls.ballot = ballot
 
     @property
     def drift(self) -> float:
@@ -147,124 +130,6 @@ class Replica:
             for part in self.parts:
                 part.set_common(mean.views)
 
-    # ---- the mean to evaluate with
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Hold the mean of all workers' models, buffers too; afterwards the local state is back bit for bit.
-
-        Piece by piece, so that no more than one piece is needed beside the local state, which lies where rounds keep x_t.
-        """
-        with torch.no_grad():
-            for part in self.parts:
-                part.keep_local()
-            buffers = self.buffers()
-            kept_buffers = [buffer.clone() for buffer in buffers]
-        try:
-            with torch.no_grad():
-                if not self.route.is_alone or self.route.node is not None:
-                    self._average_in_pieces()
-            yield
-        finally:
-            with torch.no_grad():
-                for part in self.parts:
-                    part.restore_local()
-                for buffer, value in zip(buffers, kept_buffers, strict=True):
-                    buffer.copy_(value)
-
-    def _average_in_pieces(self) -> None:
-        self._num_evaluations += 1
-        pieces, floating = in_pieces(self.parameters, _PIECE_BYTES), self._floating_buffers()
-        for number, piece in enumerate(pieces, start=1):
-            self._take_mean(self._launch_mean(piece, floating if number == len(pieces) else ()))
-
-    @torch.no_grad()
-    def launch_mean(self) -> MeanInFlight:
-        """The first half of :meth:`averaged` in one piece: start the mean of all workers' models now."""
-        if self.route.is_alone and self.route.node is None:
-            return MeanInFlight()
-        self._num_evaluations += 1
-        return self._launch_mean(self.parameters, self._floating_buffers())
-
-    def _launch_mean(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> MeanInFlight:
-        """It touches nothing that training goes on from, and is not counted: traffic explains training time."""
-        node, weights = self.route.node, self.route.weights
-        total = FlatCopy(parameters, buffers, header_size=SUM_SIZE)
-        if total.header is None:
-            return MeanInFlight()
-        total.load()
-        for payload in total.payloads:
-            payload.mul_(weights.factor)
-        if node is not None:
-            node.average_([segment.flat for segment in total.segments if segment.is_extra])
-        header = Header(Kind.EVALUATION, self._num_evaluations, weights.factors, weights.rank)
-        header.write(total.header)
-        return MeanInFlight(total, self.route.comm.launch(total.buffers), header)
-
-    @contextmanager
-    def with_mean(self, flight: MeanInFlight) -> Iterator[None]:
-        """The second half: hold the mean; afterwards the local state is back bit for bit."""
-        with torch.no_grad():
-            others = [buffer for buffer in self.buffers() if not buffer.is_floating_point()]
-            kept_others = [buffer.clone() for buffer in others]
-            local = FlatCopy(self.parameters, self._floating_buffers())
-            local.load()
-            self._take_mean(flight)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                local.store()
-                for buffer, kept in zip(others, kept_others, strict=True):
-                    buffer.copy_(kept)
-
-    def _take_mean(self, flight: MeanInFlight) -> None:
-        # Nobody refers to it any more afterwards, so that its memory is free again while somebody evaluates.
-        mean, handle, header = flight.total, flight.handle, flight.header
-        flight.total = flight.handle = flight.header = None
-        if mean is None or handle is None or header is None:
-            return
-        handle.wait()
-        assert mean.header is not None
-        header.read(mean.header)
-        for payload in mean.payloads:
-            mean_(payload, self.route.weights.total)
-        mean.store()
-
-    # ---- how long a transfer takes
-
-    def time_transfer(self, codec: str, *, with_buffers: bool = False) -> float:
-        """Seconds that zeros of the size of a round's payload take to be summed, from here on."""
-        comm = self.route.comm
-        if self.route.is_alone or not self.parameters:
-            return 0.0
-        extras = self._floating_buffers() if with_buffers else []
-        if with_buffers and self.optimizer_tensors is not None:
-            extras += self.optimizer_tensors(self.parameters)
-        flat = FlatCopy(self.parameters, extras)
-        payload = [torch.zeros_like(buffer) for buffer in flat.buffers]
-        if codec != "fp32":  # a coded exchange sends as much as a ring that sums its bytes
-            sizes = [coded_bytes(codec, core.numel(), comm.size, comm.num_shards) for core in flat.cores]
-            payload = [c.new_zeros(math.ceil(n / c.element_size())) for c, n in zip(flat.cores, sizes, strict=True)]
-            payload += [torch.zeros_like(tail) for tail in flat.tails]
-        device = self.parameters[0].device
-        wait_for_device(device)
-        begin = time.perf_counter()
-        comm.launch(payload).wait()
-        wait_for_device(device)
-        return time.perf_counter() - begin
-
-    def time_coding(self, codec: str) -> float:
-        """Seconds that the main thread takes to code a round's payload; sends nothing."""
-        if codec == "fp32" or self.route.is_alone or not self.parameters:
-            return 0.0
-        total = 0.0
-        for core in FlatCopy(self.parameters).cores:
-            # A generator of its own: a run must not draw other numbers because something was timed.
-            core.normal_(generator=torch.Generator(core.device).manual_seed(0))
-            total += time_coding(codec, core, self.route.comm)
-        return total
-
     # ---- the state between two steps
 
     def state(self, *, copies: bool = True) -> dict[str, Any]:
@@ -284,13 +149,17 @@ class Replica:
         for index, part in enumerate(self.parts):
             part.load(None if state is None else state["parts"][index])
 
+    def extras_unasked(self, *, with_buffers: bool) -> list[Tensor]:
+        """What travels with a whole model, whatever other workers hold."""
+        if not with_buffers:
+            return []
+        state = [] if self.optimizer_tensors is None else self.optimizer_tensors(self.parameters)
+        return floating(self.buffers()) + state
+
     # ---- details
 
-    def _floating_buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self.buffers() if buffer.is_floating_point()]
-
     def _extras(self, parameters: Sequence[Tensor], *, with_buffers: bool) -> list[Tensor]:
-        buffers = self._floating_buffers() if with_buffers else []
+        buffers = floating(self.buffers()) if with_buffers else []
         return buffers if self.optimizer_tensors is None else buffers + self._agreed_optimizer_tensors(parameters)
 
     def _agreed_optimizer_tensors(self, parameters: Sequence[Tensor]) -> list[Tensor]:

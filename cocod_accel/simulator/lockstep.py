@@ -233,9 +233,9 @@ class Lockstep:
 
     def averaged(self, look: Callable[[int], None]) -> None:
         """Call ``look`` for every worker while its model is the mean of all; afterwards each has its own back."""
-        means = [worker.driver.replica.launch_mean() for worker in self.workers]
+        means = [worker.driver.replica.evaluation.launch() for worker in self.workers]
         for rank, (worker, mean) in enumerate(zip(self.workers, means, strict=True)):
-            with worker.subject.bound_buffers(), worker.driver.replica.with_mean(mean):
+            with worker.subject.bound_buffers(), worker.driver.replica.evaluation.with_mean(mean):
                 look(rank)
 
     def finish(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cocod_accel.algorithms.rounds import Period, PeriodLike, check_fragments
+from cocod_accel.averaging.timing import time_payload_coding, time_transfer
 from cocod_accel.comm.emulated import EmulatedLink, Link
 from cocod_accel.comm.groups import TwoLevelComm
 from cocod_accel.comm.handles import Communicator
@@ -102,11 +103,14 @@ class Control:
         self._sync._settle("time_transfer()")
         self._driver.state(copies=False)
         codec = self._driver.method.payload if payload is None else payload
-        return self._driver.replica.time_transfer(with_buffers=self._driver.method.sends_buffers, codec=codec)
+        replica = self._driver.replica
+        extras = replica.extras_unasked(with_buffers=self._driver.method.sends_buffers)
+        return time_transfer(replica.parameters, extras, codec, replica.route)
 
     def time_coding(self, payload: str | None = None) -> float:
         """Seconds that this worker's main thread takes to code a round's payload; sends nothing. None: its own code."""
-        return self._driver.replica.time_coding(self._driver.method.payload if payload is None else payload)
+        replica, codec = self._driver.replica, self._driver.method.payload if payload is None else payload
+        return time_payload_coding(replica.parameters, codec, replica.route)
 
     def emulate_link(self, link: Link) -> None:
         """From now on collectives take what they would on ``link``."""

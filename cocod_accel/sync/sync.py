@@ -102,7 +102,7 @@ class Sync:
         self._settle("averaged()")
         self._watcher.is_averaged = self._counter.paused = True
         try:
-            with self._subject.bound_buffers(), self._driver.replica.averaged():
+            with self._subject.bound_buffers(), self._driver.replica.evaluation.averaged():
                 yield
         finally:
             self._watcher.is_averaged = self._counter.paused = False
