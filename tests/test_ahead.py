@@ -19,6 +19,7 @@ from cocod_accel import SSGD, AsynLocalSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD, 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
+from cocod_accel.comm.emulated import Link
 from cocod_accel.comm.groups import TorchComm, default_group, node_group, private_group
 from cocod_accel.config.loading import load_training_config
 from cocod_accel.plan import measure
@@ -441,3 +442,21 @@ def test_what_waits_on_the_host_changes_no_bit() -> None:
     """Nor does the host wait for it in a step."""
     for found in run_workers(2, offloaded, OFFLOADED, fresh=True):
         assert dict(zip(OFFLOADED, found, strict=True)) == dict.fromkeys(OFFLOADED, (True, True, []))
+
+
+def emulated(rank: int) -> list[str]:
+    """What an emulated link waits for, and whether anything else does."""
+    model, optimizer, sync = begin(CoCoDSGD(1), rank)
+    sync.control.emulate_link(Link(latency_ms=1.0))
+    seen: list[str] = []
+    rig = Rig()
+    with ahead(rig), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cocod_accel.comm.emulated.wait_for_stream", lambda device: seen.append("stream"))
+        train(model, optimizer, torch.randn(4, 8, 6), rig)
+    sync.detach()
+    return seen
+
+
+def test_an_emulated_link_waits_for_computing_before_it_looks_at_the_hosts_clock() -> None:
+    """At 4 launches and 3 merges: a host that is ahead would take the whole transfer for one that blocks."""
+    assert run_workers(2, emulated, fresh=True) == [["stream"] * 7] * 2

@@ -224,7 +224,8 @@ def default_store() -> Any:
 
 def store_of(group: Any) -> Any:
     """The same, with keys of its own if these are not all workers; None: all of them."""
-    from torch.distributed import PrefixStore, get_process_group_ranks, get_world_size
+    from torch.distributed import get_process_group_ranks, get_world_size
+    from torch.distributed.distributed_c10d import PrefixStore
 
     store = default_store()
     if group is None or get_world_size(group) == get_world_size():
