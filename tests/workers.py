@@ -98,6 +98,7 @@ def _main(
 def _serve(pipe: Connection) -> None:
     """One kept rank: answers calls until no more come, one raises, or one leaves something behind."""
     gc.freeze()  # what the server has imported is never garbage, and looking through it would copy it
+    atexit.register(gc.unfreeze)
     environment = dict(os.environ)
     process = _Process()
     while True:
