@@ -82,9 +82,11 @@ class Checkpoints:
         self._scaler: Any = scaler if scaler is not None else getattr(accelerator, "scaler", None)
         self._position: Any = None
         self._custom_objects: list[Any] = []
+        self._is_saving = False
         if self._accelerator is not None:
             accelerator.register_save_state_pre_hook(self._save_hook)
             accelerator.register_load_state_pre_hook(self._load_hook)
+            sync.reminder.is_quiet = True  # accelerate asks for the model before it asks the hooks
 
     # ---- saving
 
@@ -111,8 +113,12 @@ class Checkpoints:
 
         def write() -> dict[str, Any]:
             if self._accelerator is not None:
-                with self._without_custom_objects():
-                    self._accelerator.save_state(str(temporary))
+                self._is_saving = True
+                try:
+                    with self._without_custom_objects():
+                        self._accelerator.save_state(str(temporary))
+                finally:
+                    self._is_saving = False
             else:
                 self._save_hook([], [], str(temporary))
             return {"weight": self._sync.weight, **_described(temporary / worker_file(self._rank))}
@@ -169,14 +175,18 @@ class Checkpoints:
     def _save_hook(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """On every worker, before accelerate writes its own files."""
         index = self._index_in(models)
-        if index is not None and weights:
-            del weights[index]  # accelerate would keep worker 0's model only
+        if index is not None and weights:  # accelerate would keep worker 0's model
+            if self._is_saving or not self._sync.is_attached:
+                del weights[index]
+            else:
+                weights[index] = self._sync.mean_state_dict()
         self.write_worker(folder)
 
     def write_worker(self, folder: str | Path) -> None:
         """This worker's part of a checkpoint that somebody else puts together. Not collective."""
         module = self._subject.module
-        model = dict(module.state_dict())
+        with self._sync.reminder.quiet():
+            model = dict(module.state_dict())
         tree = {
             "model": model,
             # Non-persistent buffers are no part of a state_dict, but they are part of where this worker is.
