@@ -180,5 +180,6 @@ def test_drift_is_that_of_merges_not_of_the_exact_mean(algorithm: Algorithm) -> 
             assert mean == pytest.approx(sum(merged) / len(merged))
         else:  # finish() merged what was in flight
             assert last > 1e-3
-            assert largest == max(last, *merged)
-            assert mean > 0
+            assert largest >= last
+            assert 0 < mean <= largest
+            assert largest == max(last, *merged) or algorithm.fragments > 1  # there rounds end between two looks

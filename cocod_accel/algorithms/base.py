@@ -170,6 +170,9 @@ class Algorithm:
     def backward_ends(self, without_ddp: bool) -> None:
         """Gradients have been accumulated; a driver without buckets has nothing else to say."""
 
+    def backward_dropped(self) -> None:
+        """The last backward was for the sake of another model, and its gradients are gone: as if it had not been."""
+
     def after_buckets(self) -> None:
         """The gradients of all buckets are in ``.grad``, except where DDP found a parameter unused by every worker."""
 

@@ -76,6 +76,13 @@ class PipeSGD(GradientAlgorithm):
             self._deliver(self._keep({p: p.grad for p in self.replica.parameters if p.grad is not None}))
             self._is_kept = True
 
+    def backward_dropped(self) -> None:
+        super().backward_dropped()
+        if self._is_delivered and not self._is_kept:  # what was delivered is still the next step's
+            self._wait()
+            self._previous, self._spare = self._spare, self._previous
+        self._is_delivered = self._is_kept = False
+
     @torch.no_grad()
     def after_buckets(self) -> None:
         """What the step before used and this one does not: its gradient is due now all the same."""

@@ -180,7 +180,8 @@ class Meeting:
 
     def come_back(self, groups: Sequence[str]) -> None:
         """After :meth:`leave`."""
-        if any([self._own.left.pop(group, None) for group in groups]):
+        lines = [self._own.left.pop(group, "") for group in groups]
+        if any(lines):
             self._publish()
 
     # ---- calls

@@ -59,6 +59,9 @@ class LoopWatcher:
             # Queued from a callback that runs before DDP's own, so that this one runs after it.
             Variable._execution_engine.queue_callback(self._method.after_buckets)
 
+    def backward_dropped(self) -> None:
+        self._reducer.backward_dropped()
+
     def accumulates(self) -> bool:
         if self._engine is not None:
             return not self._engine.is_gradient_accumulation_boundary()
