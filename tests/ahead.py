@@ -128,7 +128,7 @@ class Work:
     def __init__(self, rig: Rig, done: Event) -> None:
         self._rig, self._done = rig, done
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         if self._rig.orders:
             self._rig.current.wait_event(self._done)
 

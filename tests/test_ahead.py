@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import SSGD, AsynLocalSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD, attach
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.emulated import Link
 from cocod_accel.comm.groups import TorchComm, default_group, node_group, private_group
+from cocod_accel.comm.meeting import TransferError
 from cocod_accel.config.loading import load_training_config
 from cocod_accel.plan import measure
 from cocod_accel.tasks import build_model, build_task

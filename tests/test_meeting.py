@@ -148,8 +148,17 @@ def test_a_worker_that_detaches_is_not_waited_for() -> None:
 def nobody_looks_in_vain(rank: int) -> float:
     """One worker is slow where others wait, in a round, before an evaluation, and at the end."""
     with impatient():
-        slow = {step: lambda rank, sync: time.sleep(1.2 * (rank == 1)) for step in (1, 5)}
-        slow[8] = lambda rank, sync: (time.sleep(1.2 * (rank == 0)), evaluate(rank, sync))  # type: ignore[dict-item, func-returns-value]
+
+        def late(slow_rank: int) -> None:
+            if rank == slow_rank:
+                time.sleep(1.2)
+
+        def evaluates_late(rank: int, sync: Sync) -> None:
+            late(0)
+            evaluate(rank, sync)
+
+        slow: dict[int, Any] = {step: lambda rank, sync: late(1) for step in (1, 5)}
+        slow[8] = evaluates_late
         begin = time.monotonic()
         train(rank, CoCoDSGD(2, payload="int8"), 10, slow)
         return time.monotonic() - begin

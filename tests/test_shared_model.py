@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cocod_accel import ALGORITHMS, PipeSGD, SSGD, Algorithm, attach
+from cocod_accel import ALGORITHMS, SSGD, Algorithm, PipeSGD, attach
 from tests import loops, reference
 from tests.test_exactness import assert_traces_equal
 from tests.workers import run_outcomes, run_workers

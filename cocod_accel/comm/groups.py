@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocod_accel.comm.device import Moment, Reached, beside, order, runs_ahead
-from cocod_accel.comm.meeting import Seat
 from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total, shares
+from cocod_accel.comm.meeting import Seat
 
 _HOST = torch.device("cpu")
 

@@ -8,8 +8,8 @@ Workers meet in collectives, so all of them must count the same rounds even when
 
 Gradients that merely accumulate over several backwards are one attempt: they are still there at the next forward.
 
-A model may also be used inside the loss of another one, as a GAN's discriminator is in its generator's: what it is given then
-requires gradients. If the gradients of such a backward are dropped, it was none of this model's own, and is no attempt;
+A model may also be used inside the loss of another one, as a GAN's discriminator is in its generator's: what it is given
+then requires gradients. If the gradients of such a backward are dropped, it was none of this model's own, and is no attempt;
 unless they were not finite, because then it may have been a GradScaler that dropped them.
 """
 
