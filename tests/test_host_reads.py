@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cocod_accel import LocalSGD
 from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.comm.groups import Channels, TorchComm, TwoLevelComm
 from cocod_accel.sync.nodes import Nodes
@@ -26,24 +27,27 @@ from tests.test_ahead import ALGORITHMS
 #: Steps of each algorithm; more rounds than the averages whose headers may be unread.
 STEPS = 13
 
+RANDOM = ("qsgd:4", "terngrad")
+
 #: What a step, or a round's end, may wait for: the host is rounds ahead by then, and nothing has been put there since.
-IN_STEPS = {("event", "comm/device.py:value"): "headers and votes of averages that have come long ago"}
+IN_STEPS = {("event", "averaging/header.py:_read_first"): "headers and votes of averages that have come long ago"}
 
 #: Outside of steps, by what is called: who waits there, and why.
 ELSEWHERE = {
     "averaged": {
-        ("value", "averaging/replica.py:_take_mean"): "its header is read at once, because what is evaluated must be right"
+        **IN_STEPS,  # the average in flight lends its room
+        ("value", "averaging/evaluation.py:_take"): "its header is read at once, because what is evaluated must be right",
     },
     "finish": {("value", "averaging/header.py:check"): "so must a model that is exported"},
     "state_dict": {
-        ("event", "comm/device.py:value"): "no header may stay unread: a wrong average must not be saved",
-        ("event", "comm/device.py:seconds"): "what communication has cost so far is saved",
-        ("value", "averaging/part.py:<listcomp>"): "so is the drift",
+        ("event", "averaging/header.py:_read_first"): "no header may stay unread: a wrong average must not be saved",
+        ("event", "comm/traffic.py:_count"): "what communication has cost so far is saved",
+        ("value", "averaging/drift.py:state"): "so is the drift",
     },
     "load_state_dict": {},
     "stats": {
-        ("event", "comm/device.py:seconds"): "what communication has cost is known when it has happened",
-        ("value", "averaging/part.py:<genexpr>"): "the drift is a number",
+        ("event", "comm/traffic.py:_count"): "what communication has cost is known when it has happened",
+        ("value", "averaging/drift.py:ratio"): "the drift is a number",
     },
 }
 
@@ -85,26 +89,29 @@ def attached(
     return module, optimizer, Sync(subject, algorithm, channels, Nodes.of(stated, 0), reports)
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, *, own_gradients: bool = False) -> None:
-    """Gradients come from nowhere; whoever sums them gets them in one bucket, as from DDP."""
+def bucket_of(module: nn.Module) -> Bucket:
+    """All gradients, from nowhere, as DDP would hand them over."""
     parameters: list[Tensor] = list(module.parameters())
-    module(torch.empty(8, parameters[0].shape[1], device=CUDA))
-    if own_gradients:  # that are there already
-        optimizer.step()
-        return
     flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=CUDA)
     pieces = flat.split([parameter.numel() for parameter in parameters])
     gradients = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+    return Bucket(flat, gradients, parameters)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, bucket: Bucket | None = None) -> None:
+    """``bucket``: of gradients that are in their places already."""
+    module(torch.empty(8, next(module.parameters()).shape[1], device=CUDA))
+    made = bucket_of(module) if bucket is None else bucket
     reducer = sync._driver.method if sync._inside is None else sync._inside
     if reducer.reduces_gradients:
-        bucket = Bucket(flat, gradients, parameters)
         reducer.backward_begins(False, False)
-        reducer.reduce(bucket)
-        reducer.send([bucket])
-        reducer.complete([bucket])
+        reducer.reduce(made)
+        reducer.send([made])
+        reducer.complete([made])
         reducer.backward_ends(False)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    if bucket is None:
+        for parameter, gradient in zip(made.parameters, made.gradients, strict=True):
+            parameter.grad = gradient
     optimizer.step()
 
 
@@ -145,13 +152,26 @@ def test_where_the_host_waits_for_a_gpu_is_known(nodes: bool) -> None:
     seen: dict[str, set[tuple[str, str]]] = {}
     with fake_cuda(4 if nodes else 2) as device:
         for name, algorithm in ALGORITHMS.items():
-            if (nodes and algorithm.reduces_gradients) or "qsgd" in name:  # no GPU, no random numbers of a GPU
+            if (nodes and algorithm.reduces_gradients) or algorithm.payload in RANDOM:  # no GPU, no random numbers of a GPU
                 continue
             for call, waits in whole_life(device, algorithm, nodes).items():
                 if call == "steps":
                     assert waits <= IN_STEPS.keys(), name
                 seen.setdefault(call, set()).update(waits)
     assert seen == {call: set(waits) for call, waits in {"steps": IN_STEPS, **ELSEWHERE}.items()}
+
+
+def test_averaged_momentum_is_asked_for_before_it_is_sent() -> None:
+    """Sums of other sizes would be mixed up, or hang, so workers compare what they hold, and wait for the answer."""
+    found = set()
+    with fake_cuda() as device:
+        module, optimizer, sync = attached(LocalSGD(2, optimizer_state="average"))
+        for _ in range(STEPS):
+            step(module, optimizer, sync)
+        found = {wait for wait in device.waits if wait[1] != "the test"} - IN_STEPS.keys()
+        sync.detach()
+    where = "averaging/replica.py:_agreed_optimizer_tensors"
+    assert found == {("copy", where), ("value", where)}
 
 
 def test_a_read_and_a_blocking_copy_are_noticed() -> None:
@@ -186,4 +206,4 @@ def test_a_batch_and_the_guard_of_the_trainer_wait_for_nothing() -> None:
             losses += loss.detach()
             if number % 2:
                 guard.check(number)
-        assert set(device.waits) <= {("event", "comm/device.py:value")}, "what it asked at the last round's end"
+        assert set(device.waits) <= {("event", "trainer/steps.py:check")}, "what it asked at the last round's end"

@@ -181,7 +181,7 @@ class Algorithm:
         self.replica.poll()
 
     def state(self) -> Any:
-        """What a resumed run needs beside the replica's own state."""
+        """What a resumed run needs beside the replica's own state; tensors of it are copied by whoever keeps them."""
         return None
 
     def load_state(self, state: Any) -> None:

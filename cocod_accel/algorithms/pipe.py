@@ -106,19 +106,18 @@ class PipeSGD(GradientAlgorithm):
 
     def state(self) -> Any:
         self._wait()
-        previous = None if self._previous is None else self._previous.clone_buffers()
+        previous = None if self._previous is None else self._previous.buffers
         return previous if self._coder is None else {"previous": previous, **self._coder.state()}
 
     def load_state(self, state: Any) -> None:
         self._wait()
-        loaded = None
         if self._coder is not None:
             self._coder.load(state)
         previous = state["previous"] if isinstance(state, dict) else state
+        self._previous = self._spare = None  # freed before there is more
         if previous is not None:
-            loaded = FlatCopy(self.replica.parameters)
-            loaded.fill(previous)
-        self._previous, self._spare = loaded, None
+            self._previous = FlatCopy(self.replica.parameters)
+            self._previous.fill(previous)
         self._is_delivered = self._is_kept = False
 
     def poll(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocod_accel.averaging.coder import Coder, launch_coded
 from cocod_accel.averaging.drift import Drift
-from cocod_accel.averaging.flat import FlatCopy, Segment, square_sums
+from cocod_accel.averaging.flat import FlatCopy, Segment, numels_of_cores, square_sums
 from cocod_accel.averaging.header import Header, Kind
 from cocod_accel.averaging.offload import HostCopy
 from cocod_accel.averaging.polls import Polls
@@ -294,7 +294,7 @@ class Part:
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse what :meth:`load` could not load, before anything is changed."""
         if state["in_flight"] is not None:
-            _check_sizes("state", state["in_flight"], [core.numel() for core in FlatCopy(self.parameters).cores])
+            _check_sizes("state", state["in_flight"], numels_of_cores(self.parameters))
         if self.point is None:
             return
         self.point.check_state(state["point"])

@@ -320,10 +320,14 @@ def private_group(
     ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
     is_part = len(ranks) < dist.get_world_size()
     timeout = _timeout_of(group)
-    options = _nccl_options(timeout, ctas) if device.type == "cuda" and "cuda:nccl" in _backends_of(group) else None
-    backend = None if options is None else "nccl"
-    with _connected_lazily() if is_part else contextlib.nullcontext():
-        return dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=is_part)
+    backends = _backends_of(group)
+    options = _nccl_options(timeout, ctas) if device.type == "cuda" and "cuda:nccl" in backends else None
+    # Options are one backend's, so it is named: the user's own, with what tensors of the host may travel through.
+    named: dict[str, Any] = {} if options is None else {"backend": backends, "pg_options": options}
+    if is_part and options is not None:  # else NCCL guesses the device from the rank
+        named["device_id"] = device
+    with _split_from_nothing() if is_part else contextlib.nullcontext():
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=is_part, **named)
 
 
 def _backends_of(group: Any) -> str:
@@ -349,10 +353,11 @@ def _nccl_options(timeout: timedelta | None, ctas: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def _connected_lazily() -> Iterator[None]:
-    """A group of some workers is not split off the world's communicator, for which all others would have to join in.
+def _split_from_nothing() -> Iterator[None]:
+    """A group of some workers is connected by them alone, and not split off the world's, for which all others must join in.
 
-    That is what NCCL does at once if the world was initialised with a ``device_id``; read in torch's sources, not run.
+    Torch splits where the world is bound to a device: by ``init_process_group(device_id=...)``, and, from torch 2.15 on, by
+    NCCL in any case. Read in torch's sources, not run.
     """
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
