@@ -422,8 +422,9 @@ def an_epoch(rank: int, folder: str, options: list[str]) -> tuple[list[str], int
     [
         (["algorithm.period=5"], [AT_AN_EPOCHS_END]),
         (["algorithm.name=local", "algorithm.period=2"], []),
+        (["algorithm.name=ssgd", "algorithm.payload=int8"], []),
     ],
-    ids=["cocod", "local"],
+    ids=["cocod", "local", "ssgd"],
 )
 def test_an_epoch_of_the_trainer_waits_in_no_step(options: list[str], waits: list[str], tmp_path: Path) -> None:
     """Nor at a round's end, except for what it asked at the one before."""
