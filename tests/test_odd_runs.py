@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cocod_accel import cli
-from cocod_accel.runs.reading import read_run
+from cocod_accel.runs.reading import read_run, time_to_target
 from tests.run_folders import write_run
 from tests.test_settings import CASES, ran
 from tests.trees import ODD, damaged_text, places, replaced
@@ -195,9 +196,7 @@ def test_long_runs_are_thinned_out_and_their_figures_are_not(tmp_path: Path) -> 
         assert rows[1][0] == rows[0][0]
         assert rows[1][-1] == rows[0][-1]
         steps = [row["step"] for row in rows[1][:-1]]
-        assert len({later - earlier for earlier, later in zip(steps, steps[1:], strict=False)}) == 1, "evenly"
-    from cocod_accel.runs.reading import time_to_target
-
+        assert len({later - earlier for earlier, later in pairwise(steps)}) == 1, "evenly"
     for target in (0.1, 0.5, 0.7, 0.85):
         assert time_to_target(thin, target) == time_to_target(whole, target)
     (folder / "summary.json").unlink()

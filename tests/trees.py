@@ -12,8 +12,8 @@ from typing import Any
 #: Whatever stands where something else should.
 ODD: list[Any] = [
     None, True, False, -1, 0, 1, 3, 255, 2**31, 2**62, 2**63, 10**30, 10**400, 0.5, -0.5, 1e-320, 1e100, 1e308, -1e308,
-    math.nan, math.inf, -math.inf, "", "0", "nan", "x" * 5000, "\x00", "\x1b[2J", "é\u202e", "../..", "a\nb", [], [0], [[]], [None, "a"],
-    [1e308, -1e308], [0] * 1000, {}, {"": None}, {"a": {"b": []}}, {"0": 1}, [{"a": 1}],
+    math.nan, math.inf, -math.inf, "", "0", "nan", "x" * 5000, "\x00", "\x1b[2J", "é\u202e", "../..", "a\nb", [], [0], [[]],
+    [None, "a"], [1e308, -1e308], [0] * 1000, {}, {"": None}, {"a": {"b": []}}, {"0": 1}, [{"a": 1}],
 ]  # fmt: skip
 
 
@@ -53,6 +53,9 @@ def replaced(tree: Any, place: tuple[Any, ...], value: Any, *, deleted: bool = F
     return tuple(items) if isinstance(tree, tuple) else items
 
 
+_INSERTED = ["\x00", "{", "}", "[", "]", '"', ":", ",", "\n", "9" * 400, "é", "&a", "*a", "- "]
+
+
 def damaged_text(text: str, chance: random.Random) -> str:
     """Text that is cut, or in which something is exchanged, doubled, or nested without end."""
     at, length = chance.randrange(len(text) + 1), chance.randrange(1, 40)
@@ -60,9 +63,7 @@ def damaged_text(text: str, chance: random.Random) -> str:
         text[:at],
         text[:at] + text[at + length :],
         text[:at] + text[at : at + length] * 3 + text[at + length :],
-        text[:at]
-        + chance.choice(["\x00", "{", "}", "[", "]", '"', ":", ",", "\n", "9" * 400, "é", "&a", "*a", "- "])
-        + text[at:],
+        text[:at] + chance.choice(_INSERTED) + text[at:],
         text[:at] + "[" * 100_000 + text[at:],
         json.dumps(chance.choice(ODD)),
     ]

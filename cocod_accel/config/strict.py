@@ -83,11 +83,21 @@ def resolved(tree: Any) -> Any:
         raise ConfigError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from error
 
 
+def to_yaml(config: Any) -> str:
+    """A dataclass, or a tree of one, as YAML."""
+    return OmegaConf.to_yaml(config if OmegaConf.is_config(config) else OmegaConf.structured(config))
+
+
 def save_yaml(config: Any, path: Path) -> None:
     """Write a dataclass, or a tree of one; loading it gives an equal one."""
+    save_text(to_yaml(config), path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a file, all of it or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(OmegaConf.to_yaml(config if OmegaConf.is_config(config) else OmegaConf.structured(config)))
+        temporary.write_text(text)
         temporary.replace(path)
     except OSError:  # a full disk
         temporary.unlink(missing_ok=True)
