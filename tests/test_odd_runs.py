@@ -25,7 +25,7 @@ from cocod_accel import cli
 from cocod_accel.runs.reading import read_run, time_to_target
 from tests.run_folders import write_run
 from tests.test_settings import CASES, ran
-from tests.trees import ODD, damaged_text, places, replaced
+from tests.trees import ODD, a_place, damaged_text, replaced
 
 # ------------------------------------------------------------------------------------------ whatever it holds
 
@@ -63,7 +63,7 @@ def damage(folder: Path, name: str, how: str, chance: random.Random) -> None:
         return
     tree = parsed(path)
     for _ in range(chance.choice([1, 1, 2, 5])):
-        place = chance.choice(list(places(tree)))
+        place = a_place(tree, chance)
         if how == "deleted" and place:
             tree = replaced(tree, place, None, deleted=True)
         elif how == "renamed" and place:

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 #: Whatever stands where something else should.
@@ -17,12 +16,13 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def places(tree: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a tree, as the keys that lead there."""
-    yield prefix
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    for key, value in items:
-        yield from places(value, (*prefix, key))
+def a_place(tree: Any, chance: random.Random) -> tuple[Any, ...]:
+    """Somewhere in a tree, as the keys that lead there; whatever is nested in little is as likely as what is in much."""
+    place: list[Any] = []
+    while isinstance(tree, dict | list | tuple) and len(tree) and (not place or chance.random() < 0.8):
+        place.append(chance.choice(list(tree)) if isinstance(tree, dict) else chance.randrange(len(tree)))
+        tree = tree[place[-1]]
+    return tuple(place) if chance.random() < 0.98 else ()
 
 
 def replaced(tree: Any, place: tuple[Any, ...], value: Any, *, deleted: bool = False, renamed: Any = None) -> Any:
