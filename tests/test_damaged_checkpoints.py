@@ -39,7 +39,8 @@ from tests.workers import run_outcomes, run_workers
 
 ODD_HERE = [
     *ODD, torch.zeros(0), torch.zeros(3, 3), torch.tensor(-1), torch.tensor(2**62), torch.tensor(True),
-    torch.full((2,), float("nan")), torch.zeros(1, 1, 1, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8), [torch.zeros(2)],
+    torch.full((2,), float("nan")), torch.zeros(1, 1, 1, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8),
+    [torch.zeros(2)],
 ]  # fmt: skip
 
 

@@ -397,10 +397,10 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _check_loadable(path: Path) -> None:
-    from accelerate.utils.other import load
+    from accelerate.utils.other import load as load_restricted
 
     try:
-        load(path, map_location="meta", weights_only=True)
+        load_restricted(path, map_location="meta", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import sys
@@ -25,7 +24,7 @@ from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised
 from cocod_accel.config.settings import Config
-from cocod_accel.config.strict import ConfigError, first_line, printable
+from cocod_accel.config.strict import ConfigError, first_line, printable, tree_of
 from cocod_accel.runs.files import read_json, read_text, rows_of
 
 #: Any of these makes a folder a run folder.
@@ -366,7 +365,7 @@ def _read_config(folder: Path) -> dict[str, str]:
     text = read_text(path, _LARGEST_CONFIG)
     try:
         _check_yaml(text)
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        tree = OmegaConf.to_container(tree_of(text))
     except Exception as error:
         raise ValueError(f"{path}: is not valid YAML ({_cut(first_line(error))})") from error
     if not isinstance(tree, dict):
