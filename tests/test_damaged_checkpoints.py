@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
@@ -82,14 +83,42 @@ def damage(checkpoint: Path, how: str, seed: int, mark: Path) -> str:
     said = []
     for _ in range(chance.choice([1, 1, 1, 3])):
         place, value = a_place(tree, chance), chance.choice(ODD_HERE)
+        if chance.random() < 0.3:
+            place = ("position", *a_place(tree["position"], chance)) if chance.random() < 0.5 else place
+            value = alike(at(tree, place), chance)
         kind = chance.choice(["value", "value", "value", "gone", "renamed"]) if place else "value"
         renamed = chance.choice(["", "x", 3, "lr", "epoch"]) if kind == "renamed" else None
         tree = replaced(tree, place, value, deleted=kind == "gone", renamed=renamed)
+        if not isinstance(tree, dict) or "position" not in tree:
+            break
         said.append(f"{path.name} {place}: {kind} {str(value)[:40] if kind == 'value' else renamed}")
     path.unlink()  # its tensors are still mapped
     packing.write(path, tree)
     seal(checkpoint)
     return "; ".join(said)
+
+
+def at(tree: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def alike(value: Any, chance: random.Random) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, torch.Tensor):
+        return chance.choice([torch.zeros_like(value), torch.full_like(value, 1), value.flatten(), value[..., None]])
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return chance.choice([0, 1, 2, value + 1, abs(value - 1), 1000 * value, 10**6, 2**31, 2**62])
+    if isinstance(value, float):
+        return chance.choice([0.0, 1.0, -value, 2 * value, 1e-300, 1e300, math.nan, math.inf])
+    if isinstance(value, str):
+        return chance.choice(["", value + "x", "ssgd", "across", "int8"])
+    if isinstance(value, list | tuple):
+        return chance.choice([[*value, *value], value[:1], list(reversed(value))])
+    return value
 
 
 def here(trainer: Trainer, folder: Path) -> dict[str, str]:

@@ -44,6 +44,9 @@ from cocod_accel.sync.sync import Sync
 
 logger = logging.getLogger(__name__)
 
+#: Of what a file says about itself, no more is repeated.
+_LONGEST_PROBLEM = 500
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -210,10 +213,6 @@ class Checkpoints:
             self._accelerator._custom_objects.extend(self._custom_objects)
 
     def _load_custom_objects(self, tree: Any) -> None:
-        if len(tree["custom"]) != len(self._custom_objects):
-            raise ValueError(
-                f"holds {len(tree['custom'])} registered objects, but {len(self._custom_objects)} are registered here"
-            )
         for thing, state in zip(self._custom_objects, tree["custom"], strict=True):
             thing.load_state_dict(state)
 
@@ -246,6 +245,7 @@ class Checkpoints:
                 weights, position, has_same_nodes = checked[0]
                 is_exact = has_same_nodes and (is_same is None or is_same(position))
                 return self._restore(candidate, weights, is_exact)
+            error = error if len(error) <= _LONGEST_PROBLEM else f"{error[:_LONGEST_PROBLEM]}..."
             problems.append(f"{candidate}: {error}")
             if self._rank == 0 and candidate != candidates[-1]:
                 logger.warning("checkpoint %s cannot be used (%s); trying the one before", candidate, error)
@@ -301,6 +301,11 @@ class Checkpoints:
         """What this run has besides a model and its optimizers."""
         if tree["num_workers"] != num_workers:
             raise ValueError(f"was saved by {tree['num_workers']} workers, but lists {num_workers}")
+        accelerator = self._accelerator
+        for key, there in (("custom", "_custom_objects"), ("schedulers", "_schedulers")):
+            registered = len(getattr(accelerator, there, []))
+            if len(tree[key]) != registered:
+                raise ValueError(f"holds {len(tree[key])} registered objects ({key}), but {registered} are registered here")
         if (tree["engine"] is None) != (self._subject.engine is None):
             raise ValueError("was saved with an engine, or is loaded into one, but not both")
         own, saved = (None if self._scaler is None else self._scaler.state_dict()), tree["scaler"]
