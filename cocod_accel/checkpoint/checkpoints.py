@@ -16,6 +16,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ from cocod_accel.sync.states import readable, without_averages
 from cocod_accel.sync.sync import Sync
 
 logger = logging.getLogger(__name__)
+
+#: Of what a file says about itself, no more is repeated.
+_LONGEST_PROBLEM = 500
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,14 @@ class Checkpoints:
         self._position: Any = None
         self._custom_objects: list[Any] = []
         self._is_saving = False
+        #: What optimizers take at their next ``load_state_dict``, whatever they are given, by their number.
+        self._next_states: dict[int, Any] = {}
         if self._accelerator is not None:
             accelerator.register_save_state_pre_hook(self._save_hook)
             accelerator.register_load_state_pre_hook(self._load_hook)
             sync.reminder.is_quiet = True  # accelerate asks for the model before it asks the hooks
+            for number, optimizer in enumerate(self._subject.optimizers):
+                optimizer.register_load_state_dict_pre_hook(partial(self._next_state, number))
 
     # ---- saving
 
@@ -215,10 +223,6 @@ class Checkpoints:
             self._accelerator._custom_objects.extend(self._custom_objects)
 
     def _load_custom_objects(self, tree: Any) -> None:
-        if len(tree["custom"]) != len(self._custom_objects):
-            raise ValueError(
-                f"holds {len(tree['custom'])} registered objects, but {len(self._custom_objects)} are registered here"
-            )
         for thing, state in zip(self._custom_objects, tree["custom"], strict=True):
             thing.load_state_dict(state)
 
@@ -251,6 +255,7 @@ class Checkpoints:
                 weights, position, has_same_nodes = checked[0]
                 is_exact = has_same_nodes and (is_same is None or is_same(position))
                 return self._restore(candidate, weights, is_exact)
+            error = error if len(error) <= _LONGEST_PROBLEM else f"{error[:_LONGEST_PROBLEM]}..."
             problems.append(f"{candidate}: {error}")
             if self._rank == 0 and candidate != candidates[-1]:
                 logger.warning("checkpoint %s cannot be used (%s); trying the one before", candidate, error)
@@ -279,6 +284,8 @@ class Checkpoints:
             extra = {entry.name for entry in path.iterdir()} - set(manifest["files"]) - {MANIFEST}
             if extra:
                 raise ValueError(f"holds files that were not written with it: {', '.join(sorted(extra))}")
+        for name in self._of_accelerate(manifest):
+            _check_loadable(path / name)
         saved, attached = manifest["algorithm"], self._sync.algorithm
         if saved != attached:
             raise ValueError(f"was saved with {saved}, but {attached} is attached")
@@ -292,10 +299,23 @@ class Checkpoints:
                 check(tree["position"])
         return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
 
+    def _of_accelerate(self, manifest: dict[str, Any]) -> list[str]:
+        """The files that accelerate will load on this worker, and unpickle with ``weights_only=True``."""
+        if self._accelerator is None:
+            return []
+        own = f"random_states_{self._rank}.pkl"
+        names = [name for name in manifest["files"] if name.endswith((".bin", ".pkl"))]
+        return [name for name in names if name == own or not name.startswith("random_states_")]
+
     def _check_rest(self, tree: Any, num_workers: int) -> None:
         """What this run has besides a model and its optimizers."""
         if tree["num_workers"] != num_workers:
             raise ValueError(f"was saved by {tree['num_workers']} workers, but lists {num_workers}")
+        accelerator = self._accelerator
+        for key, there in (("custom", "_custom_objects"), ("schedulers", "_schedulers")):
+            registered = len(getattr(accelerator, there, []))
+            if len(tree[key]) != registered:
+                raise ValueError(f"holds {len(tree[key])} registered objects ({key}), but {registered} are registered here")
         if (tree["engine"] is None) != (self._subject.engine is None):
             raise ValueError("was saved with an engine, or is loaded into one, but not both")
         own, saved = (None if self._scaler is None else self._scaler.state_dict()), tree["scaler"]
@@ -309,8 +329,11 @@ class Checkpoints:
 
             def load() -> None:
                 if self._accelerator is not None:
-                    with self._without_custom_objects():
-                        self._accelerator.load_state(str(path))
+                    try:
+                        with self._without_custom_objects():
+                            self._accelerator.load_state(str(path))
+                    finally:
+                        self._next_states.clear()
                     self._load_custom_objects(self._loaded)
                 else:
                     self._load_hook([], str(path))
@@ -358,9 +381,9 @@ class Checkpoints:
         tree = packing.read(Path(folder) / worker_file(self._rank))
         self._load_model(tree)
         prepared = [wrapper.optimizer for wrapper in getattr(self._accelerator, "_optimizers", [])]
-        for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+        for number, (optimizer, state) in enumerate(zip(self._subject.optimizers, tree["optimizers"], strict=True)):
             if any(optimizer is other for other in prepared):
-                _replace_next_state(optimizer, state)  # accelerate is about to load worker 0's
+                self._next_states[number] = state  # accelerate is about to load worker 0's
             else:
                 optimizer.load_state_dict(state)
         self._sync.load_state_dict(tree["sync"])
@@ -368,6 +391,9 @@ class Checkpoints:
         if self._scaler is not None and tree["scaler"] is not None:
             self._scaler.load_state_dict(tree["scaler"])
         self._loaded = tree
+
+    def _next_state(self, number: int, _: torch.optim.Optimizer, given: dict[str, Any]) -> Any:
+        return self._next_states.pop(number, None)
 
     def _load_model(self, tree: Any) -> None:
         module = self._subject.module
@@ -385,6 +411,15 @@ def _described(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
 
 
+def _check_loadable(path: Path) -> None:
+    from accelerate.utils.other import load as load_restricted
+
+    try:
+        load_restricted(path, map_location="meta", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from error
+
+
 def _packable(state: Any) -> Any:
     """None for a state that only pickle could keep; accelerate then keeps it, for the same number of workers."""
     try:
@@ -392,13 +427,3 @@ def _packable(state: Any) -> Any:
     except TypeError:
         return None
     return state
-
-
-def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The next ``load_state_dict`` of ``optimizer`` takes ``state``, whatever it is given."""
-
-    def replaced(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        handle.remove()
-        return state
-
-    handle = optimizer.register_load_state_dict_pre_hook(replaced)
