@@ -50,11 +50,14 @@ ELSEWHERE = {
         ("event", "averaging/header.py:_read_first"): "no header may stay unread: a wrong average must not be saved",
         ("event", "comm/traffic.py:_count"): "what communication has cost so far is saved",
         ("value", "averaging/drift.py:state"): "so is the drift",
+        ("value", "averaging/drift.py:largest"): "and the largest",
     },
     "load_state_dict": {},
     "stats": {
         ("event", "comm/traffic.py:_count"): "what communication has cost is known when it has happened",
         ("value", "averaging/drift.py:ratio"): "the drift is a number",
+        ("value", "averaging/drift.py:largest"): "the largest, too",
+        ("value", "averaging/drift.py:mean"): "and their mean",
     },
 }
 
@@ -149,11 +152,11 @@ def whole_life(device: FakeCuda, algorithm: Algorithm, nodes: bool) -> dict[str,
             module(torch.empty(8, 6, device=CUDA))
 
     during("steps", steps)
+    during("stats", sync.stats)
     during("averaged", averaged)
     state = during("state_dict", sync.state_dict)
     during("load_state_dict", lambda: sync.load_state_dict(state))
     during("finish", sync.finish)
-    during("stats", sync.stats)
     sync.detach()
     return found
 
