@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cocod_accel.runs.files import rows_of
 from cocod_accel.runs.reading import is_number
@@ -31,6 +31,9 @@ MEANINGS = {
 
 
 Interval = tuple[float, float]
+
+#: No run has more workers or steps, or lasts longer, than this.
+_MOST_RANKS, _MOST_STEPS, _LATEST = 1e6, 1e12, 1e9
 
 
 class Span(NamedTuple):
@@ -66,9 +69,7 @@ def first_spans(folder: Path, most: int) -> tuple[list[Span], bool]:
     for file in files:
         own: list[Span] = []
         for row in rows_of(file):
-            if row is None or row.get("name") not in NAMES:
-                continue
-            if not all(is_number(row.get(key)) for key in ("rank", "step", "start", "end")):
+            if row is None or not _is_span(row):
                 continue
             if len(own) >= max(most // len(files), 1):
                 until = min(until, own[-1].end)
@@ -78,6 +79,13 @@ def first_spans(folder: Path, most: int) -> tuple[list[Span], bool]:
         spans += own
     spans.sort(key=lambda span: (span.start, span.rank))
     return [span for span in spans if span.end <= until], until < math.inf
+
+
+def _is_span(row: Mapping[str, Any]) -> bool:
+    """Whether a row is what a worker may have written."""
+    if row.get("name") not in NAMES or not all(is_number(row.get(key)) for key in ("rank", "step", "start", "end")):
+        return False
+    return 0 <= row["rank"] < _MOST_RANKS and 0 <= row["step"] < _MOST_STEPS and 0 <= row["start"] <= row["end"] < _LATEST
 
 
 def shares(spans: Sequence[Span]) -> list[Shares]:
