@@ -49,12 +49,13 @@ ELSEWHERE = {
     "state_dict": {
         ("event", "averaging/header.py:_read_first"): "no header may stay unread: a wrong average must not be saved",
         ("event", "comm/traffic.py:_count"): "what communication has cost so far is saved",
-        ("value", "averaging/drift.py:state"): "so is the drift",
+        ("value", "averaging/drift.py:state"): "so are the drifts",
+        ("value", "averaging/drift.py:largest"): "and the largest of them",
     },
     "load_state_dict": {},
     "stats": {
         ("event", "comm/traffic.py:_count"): "what communication has cost is known when it has happened",
-        ("value", "averaging/drift.py:ratio"): "the drift is a number",
+        **{("value", f"averaging/drift.py:{name}"): "drifts are numbers" for name in ("ratio", "largest", "mean")},
     },
 }
 
@@ -149,11 +150,11 @@ def whole_life(device: FakeCuda, algorithm: Algorithm, nodes: bool) -> dict[str,
             module(torch.empty(8, 6, device=CUDA))
 
     during("steps", steps)
+    during("stats", sync.stats)
     during("averaged", averaged)
     state = during("state_dict", sync.state_dict)
     during("load_state_dict", lambda: sync.load_state_dict(state))
     during("finish", sync.finish)
-    during("stats", sync.stats)
     sync.detach()
     return found
 
