@@ -49,15 +49,13 @@ ELSEWHERE = {
     "state_dict": {
         ("event", "averaging/header.py:_read_first"): "no header may stay unread: a wrong average must not be saved",
         ("event", "comm/traffic.py:_count"): "what communication has cost so far is saved",
-        ("value", "averaging/drift.py:state"): "so is the drift",
-        ("value", "averaging/drift.py:largest"): "and the largest",
+        ("value", "averaging/drift.py:state"): "so are the drifts",
+        ("value", "averaging/drift.py:largest"): "and the largest of them",
     },
     "load_state_dict": {},
     "stats": {
         ("event", "comm/traffic.py:_count"): "what communication has cost is known when it has happened",
-        ("value", "averaging/drift.py:ratio"): "the drift is a number",
-        ("value", "averaging/drift.py:largest"): "the largest, too",
-        ("value", "averaging/drift.py:mean"): "and their mean",
+        **{("value", f"averaging/drift.py:{name}"): "drifts are numbers" for name in ("ratio", "largest", "mean")},
     },
 }
 
