@@ -244,8 +244,11 @@ class Channels:
         exchanges: bool = False,
         device: torch.device = _HOST,
         ctas: int | None = None,
+        sharded: bool = False,
     ) -> Channels:
         """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this.
+
+        ``sharded``: the workers of a node hold different shards of its model, so each sums all that it has.
 
         ``ctas``: of an NCCL kernel between nodes, beside which something is computed; None: as many as NCCL likes.
         """
@@ -266,7 +269,7 @@ class Channels:
             outer.warm_up(device)
         for comm in (TorchComm(inside, gathers), everyone):
             comm.warm_up(device)
-        return cls(TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
+        return cls(outer if sharded else TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
 
     @classmethod
     def alone(cls) -> Channels:

@@ -10,6 +10,7 @@ from cocod_accel.sync.ddp import under_no_sync
 from cocod_accel.sync.deepspeed import EngineRouter
 from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.preflight import Subject
+from cocod_accel.sync.shards import refreshed
 from cocod_accel.sync.step_counter import is_stepped_by_scaler
 
 
@@ -27,10 +28,11 @@ class LoopWatcher:
         self.is_averaged = False
 
     def attempted(self) -> None:
-        part = self._driver.attempt()
-        if part is not None:
-            self._driver.launch(part)
-            self._driver.land(part)
+        with refreshed(self._subject.shards):
+            part = self._driver.attempt()
+            if part is not None:
+                self._driver.launch(part)
+                self._driver.land(part)
 
     def step_begins(self) -> None:
         if self.is_averaged:
