@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, Sync, attach
-from tests import loops, reference
+from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, attach
+from tests import loops, reference, reference_engine
+from tests.test_combinations import PARTS, ROUNDS, algorithm_of, drawn_case
 from tests.test_exactness import assert_traces_equal
-from tests.workers import preload, run_outcomes, run_workers
+from tests.workers import preload, run_workers
 
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
 
@@ -204,3 +204,49 @@ def test_sharded_nodes_equal_the_serial_reference(name: str) -> None:
             mean = sum(share * expected[node][4][index] for node, share in enumerate(w))
             for trace, *_ in results:
                 torch.testing.assert_close(trace[4][len(expected[0][4]) + index], mean, rtol=1e-12, atol=1e-15)
+
+
+# -------------------------------------------------------------------- codecs, delay, fragments, outer rules, own shares
+
+
+def combined(rank: int, given: list[reference_engine.Case]) -> Any:
+    found = []
+    mesh = mesh_of(2)["shard"]
+    for case in given:
+        from torch.distributed.fsdp import fully_shard
+
+        model: Any = fully_shard(loops.make_model(), mesh=mesh)
+        optimizer = loops.OPTIMIZERS[case.optimizer](model)
+        sync = attach(model, optimizer, algorithm_of(case, rank // 2), weight=case.weights[rank])
+        trace = []
+        for step in range(case.num_steps(rank // 2, ROUNDS)):
+            optimizer.zero_grad()
+            loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+            optimizer.step()
+            trace.append(whole(model))
+        sync.finish()
+        found.append((trace, whole(model), sync.stats().bytes))
+        sync.detach()
+    return found
+
+
+PAYLOADS = ["fp32", "bf16", "int8", "int4", "ternary", "topk:0.2", "fp32", "fp32"]
+
+
+def test_combinations_equal_the_serial_reference() -> None:
+    draw, given = random.Random(5), []
+    while len(given) < 16:
+        case = replace(drawn_case(draw), payload=PAYLOADS[len(given) % len(PAYLOADS)])
+        weights = [1.0] * 2 if case.name == "asynlocal" else case.weights[:2]
+        periods = (case.periods * 2)[:2] if case.name == "asynlocal" else case.periods
+        given.append(replace(case, sharded=True, node_size=2, weights=(*weights[:1] * 2, *weights[1:] * 2), periods=periods))
+    results = run_workers(4, combined, given)
+    for index, case in enumerate(given):
+        expected, finished = reference_engine.run(
+            case, loops.make_model(), PARTS[case.fragments], loops.OPTIMIZERS[case.optimizer], loops.make_batch,
+            loops.loss_of, ROUNDS,
+        )  # fmt: skip
+        assert_traces_equal([worker[index][0] for worker in results], expected, str(case))
+        for worker in results:
+            for ours, theirs in zip(worker[index][1], finished, strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), f"{case} after finish()"

@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def tensors(self) -> list[Tensor]:
-        # Looked up at every use: a parameter's storage (p.data = ...) or shard may have been replaced since it was flattened.
+        # Looked up at every use: a parameter's storage (p.data = ...) or shard may have been replaced meanwhile.
         return self.sources if self._is_plain else [as_real(source) for source in self.sources]
 
 

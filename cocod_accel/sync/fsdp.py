@@ -75,8 +75,8 @@ def _node(named: dict[str, nn.Parameter]) -> tuple[int, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements
         if mesh.ndim > 1 and any(placement.is_replicate() for placement in placements):
             raise ValueError(
-                f"parameter {name} is replicated over a dimension of its mesh, between whose workers FSDP all-reduces in every "
-                "step (HSDP); shard over the node's dimension alone: fully_shard(module, mesh=mesh[name])"
+                f"parameter {name} is replicated over a dimension of its mesh (HSDP), where FSDP all-reduces in every step; "
+                "shard over the node's dimension alone: fully_shard(module, mesh=mesh[name])"
             )
         if mesh.ndim > 1 or not placements[0].is_shard():
             raise ValueError(
@@ -86,6 +86,6 @@ def _node(named: dict[str, nn.Parameter]) -> tuple[int, ...]:
     if len(nodes) > 1:
         (first, name), (other, another) = list(nodes.items())[:2]
         raise ValueError(
-            f"parameter {name} is sharded over ranks {list(first)}, {another} over {list(other)}; use one mesh for all of them"
+            f"parameter {name} is sharded over ranks {list(first)}, {another} over {list(other)}; use one mesh for all"
         )
     return next(iter(nodes), ())

@@ -1,4 +1,4 @@
-"""What averaging needs of a model that a node shares out: tensors that are this worker's, and a word after they were written.
+"""What averaging needs of a model that a node shares out: tensors of this worker's own, and a word after writing them.
 
 A node trains such a model together, so its gradients are summed by whoever has sharded it. Every worker of the node
 averages its own shard, with its namesakes: the workers in its place on the other nodes.
@@ -92,14 +92,14 @@ def check_node(shards: Shards, inner: Any) -> None:
     if inner is None:
         if len(ranks) == num_workers:
             raise ValueError(
-                f"the model is sharded over all {num_workers} workers, so none can step alone and nothing is left to average; "
-                "shard it over the workers of a node, or pass inner=... for a single node"
+                f"the model is sharded over all {num_workers} workers, so none can step alone and nothing is left to "
+                "average; shard it over the workers of a node, or pass inner=... for a single node"
             )
         return
     stated = ranks_of(inner, ranks)
     if stated != ranks:
         raise ValueError(
-            f"inner has the ranks {list(stated)}, the model is sharded over {list(ranks)}; pass the group it is sharded over"
+            f"inner has the ranks {list(stated)}, the model is sharded over {list(ranks)}; pass that group, or leave it out"
         )
 
 
