@@ -36,6 +36,7 @@ try:
     from cocod_accel.sharding.speeds import Measured, measure_speeds
     from cocod_accel.sync.attach import attach
     from cocod_accel.sync.sync import Stats, Sync
+    from cocod_accel.sync.zero import node_mpu
 finally:
     if _collects:
         gc.enable()
@@ -61,6 +62,7 @@ __all__ = [
     "WorkPlan",
     "attach",
     "measure_speeds",
+    "node_mpu",
     "pass_through",
     "plan_workers",
 ]

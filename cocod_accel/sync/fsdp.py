@@ -40,7 +40,7 @@ def router_of(module: nn.Module) -> ShardRouter:
 class FsdpShards:
     """One worker's shard of a model that ``fully_shard`` shares out over its node."""
 
-    kind = "fsdp"
+    kind = signature = "fsdp"
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -31,6 +31,8 @@ from cocod_accel.sync.fsdp import FsdpShards, is_dtensor, is_fully_sharded
 from cocod_accel.sync.fsdp import router_of as fsdp_router_of
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.shards import ShardRouter, Shards, check_node, ranks_of
+from cocod_accel.sync.zero import ZeroShards, stage_of
+from cocod_accel.sync.zero import router_of as zero_router_of
 
 #: Modules that an algorithm is attached to now.
 ATTACHED: WeakSet[nn.Module] = WeakSet()
@@ -93,13 +95,13 @@ class Subject:
         if module in ATTACHED:
             raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
         engine = model if is_engine(model) else None
-        if engine is not None:
+        shards = _shards_of(module, engine, algorithm, inner)
+        if engine is not None and shards is None:
             check_engine(engine, algorithm)
-        optimizers = torch_optimizers(optimizer)
+        optimizers = [shards.of_engine(optimizer)] if isinstance(shards, ZeroShards) else torch_optimizers(optimizer)
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         if algorithm.refuses_scaler and any(_is_scaled(item) for item in given):
             raise ValueError(algorithm.refuses_scaler)
-        shards = _shards_of(module, algorithm, inner)
         if ddp is None and engine is None and shards is None and default_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
@@ -122,10 +124,16 @@ class Subject:
                 raise TypeError(
                     f"parameter {name} is a sharded DTensor; use fully_shard over a node, or DistributedDataParallel"
                 )
-        _check_ownership(optimizers, named)
+        if not isinstance(shards, ZeroShards):
+            _check_ownership(optimizers, named)
         ignored = ignored_names(ddp)
         kept = {name: parameter for name, parameter in named.items() if name not in ignored}
-        num_trainable = sum(parameter.requires_grad for parameter in kept.values())
+        if shards is not None:
+            trainable, frozen = shards.trainable, shards.frozen
+        else:
+            trainable = [parameter for parameter in kept.values() if parameter.requires_grad]
+            frozen = [parameter for parameter in kept.values() if not parameter.requires_grad]
+        num_trainable = len(trainable)
         if algorithm.fragments > max(1, num_trainable):
             raise ValueError(
                 f"fragments={algorithm.fragments} is more than the model's {num_trainable} trainable parameters, which are "
@@ -138,10 +146,10 @@ class Subject:
             engine=engine,
             router=_router_of(module, ddp, engine, shards),
             optimizers=optimizers,
-            trainable=shards.trainable if shards is not None else [p for p in kept.values() if p.requires_grad],
-            frozen=shards.frozen if shards is not None else [p for p in kept.values() if not p.requires_grad],
+            trainable=trainable,
+            frozen=frozen,
             buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers() if name not in ignored},
-            signature=_signature(module, kept),
+            signature=_signature(module, kept, shards),
             node=node,
             # Gradients keep all the links that they can get.
             channels=(node, algorithm.payload != "fp32", None if algorithm.reduces_gradients else ctas),
@@ -296,20 +304,21 @@ def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float], 
         )
 
 
-def _shards_of(module: nn.Module, algorithm: Algorithm, inner: Any) -> Shards | None:
+def _shards_of(module: nn.Module, engine: Any, algorithm: Algorithm, inner: Any) -> Shards | None:
     """A model that its node shares out; None for a whole one."""
-    if not is_fully_sharded(module):
+    is_zero = engine is not None and stage_of(engine) > 0 and inner is not None
+    if not is_zero and not is_fully_sharded(module):
         return None
     if algorithm.reduces_gradients:
         raise ValueError(
-            f"{type(algorithm).__name__} reduces gradients over all workers, and those of a sharded model are reduced inside "
-            "its node; use CoCoDSGD, LocalSGD or AsynLocalSGD"
+            f"{type(algorithm).__name__} reduces gradients over all workers, those of a sharded model are reduced inside its "
+            "node; use CoCoDSGD, LocalSGD or AsynLocalSGD"
         )
     if algorithm.optimizer_state == "average":
         raise ValueError(
             'optimizer_state="average": the optimizer state of a sharded model stays local; use "keep" or "reset"'
         )
-    shards = FsdpShards(module)
+    shards: Shards = ZeroShards(engine, algorithm.fragments) if is_zero else FsdpShards(module)
     check_node(shards, inner)
     return shards
 
@@ -318,7 +327,7 @@ def _router_of(
     module: nn.Module, ddp: DistributedDataParallel | None, engine: Any, shards: Shards | None
 ) -> HookRouter | EngineRouter | ShardRouter | None:
     if shards is not None:
-        return fsdp_router_of(module)
+        return fsdp_router_of(module) if engine is None else zero_router_of(engine)
     if engine is not None:
         return engines.router_of(engine)
     return None if ddp is None else router_of(ddp)
@@ -384,12 +393,15 @@ def group_of(model: object) -> Any:
     return default_group()
 
 
-def _signature(module: nn.Module, parameters: dict[str, nn.Parameter]) -> str:
+def _signature(module: nn.Module, parameters: dict[str, nn.Parameter], shards: Shards | None) -> str:
     rows = [
-        f"{n} {tuple(p.shape)} {p.dtype} {p.stride()} {p.requires_grad} {getattr(p, 'placements', '')}"
+        f"{n} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype} {'' if hasattr(p, 'ds_shape') else p.stride()} "
+        f"{p.requires_grad} {getattr(p, 'placements', '')}"
         for n, p in parameters.items()
     ]
     rows += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
+    if shards is not None:
+        rows.append(shards.signature)
     return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
 

@@ -26,6 +26,8 @@ class Shards(Protocol):
     kind: str
     #: The ranks of the workers that share the model out, in the order of their shards.
     node: tuple[int, ...]
+    #: What workers with other shards of the same model have in common, beside names and shapes.
+    signature: str
     #: What is averaged. A ``DTensor`` stands for this worker's shard of it.
     trainable: list[Tensor]
     #: What all namesakes must hold alike.

@@ -33,6 +33,7 @@ from cocod_accel.sync.preflight import (
 from cocod_accel.sync.shards import asking, refreshed
 from cocod_accel.sync.step_counter import AttemptCounter, places_in_backward
 from cocod_accel.sync.watcher import LoopWatcher
+from cocod_accel.sync.zero import EngineCounter, ZeroShards
 
 # How long detach() waits for others to join what they all have in flight.
 _LET_GO_SECONDS = 5.0
@@ -90,11 +91,15 @@ class Sync:
                 self._phase = LocalPhase(subject.ddp, bypass=bypass, keep_gradients=self._inside is not None)
         self._watcher = LoopWatcher(self._driver, reducer, subject, len(self._weights))
         # The second stage of an average begins in passing. Twice a step would be too seldom for rounds of one step.
-        places = places_in_backward(subject.trainable) if _has_stages(algorithm, channels) else []
-        in_node = None if subject.shards is None else asking(route.node, subject.device)
-        self._counter = AttemptCounter(
-            subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places, in_node
-        )
+        has_places = _has_stages(algorithm, channels) and subject.engine is None
+        places = places_in_backward(subject.trainable) if has_places else []
+        if isinstance(subject.shards, ZeroShards):
+            self._counter = EngineCounter(subject.engine, subject.shards, self._watcher, self._driver.method.poll)
+        else:
+            in_node = None if subject.shards is None else asking(route.node, subject.device)
+            self._counter = AttemptCounter(
+                subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places, in_node
+            )
         self._control = Control(self)
         self._peers: PeerWatch | None = None
         ATTACHED.add(subject.module)

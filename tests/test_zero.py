@@ -1,0 +1,206 @@
+"""DeepSpeed engines that share a model out over a node (ZeRO 1 to 3), with algorithms between nodes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, attach, node_mpu
+from cocod_accel.sync.deepspeed import prepare_for_cpu
+from tests import loops, reference
+from tests.workers import run_workers
+
+# Not imported here: that changes the environment and prints.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+ROUNDS, WEIGHTS = 12, [1.0, 3.0]
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    algorithm: str = "cocod"
+    period: int = 3
+    bf16: bool = False
+    accumulated: int = 1
+    clipping: float = 0.0
+    offload: bool = False
+    #: Stage 3 keeps parameters of at most so many elements whole.
+    whole_below: int = 100_000
+    num_nodes: int = 2
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def steps(self, node: int) -> int:
+        return ROUNDS * self.period_of(node)
+
+    def period_of(self, node: int) -> int:
+        return self.period + node if self.algorithm == "asynlocal" else self.period
+
+    def weight(self, node: int) -> float:
+        return 1.0 if self.algorithm == "asynlocal" else WEIGHTS[node]
+
+    def make(self, node: int) -> Any:
+        kinds: dict[str, Any] = {"cocod": CoCoDSGD, "local": LocalSGD, "asynlocal": AsynLocalSGD}
+        return kinds[self.algorithm](self.period_of(node))
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": False}
+        if self.stage == 3:
+            zero["stage3_param_persistence_threshold"] = self.whole_below
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        return {
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": self.accumulated,
+            "zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": self.clipping, "steps_per_print": None, **({"bf16": {"enabled": True}} if self.bf16 else {}),
+            **dict(self.settings),
+        }  # fmt: skip
+
+
+CASES = {
+    "zero1 cocod": Case(1),
+    "zero1 local": Case(1, "local"),
+    "zero2 cocod, accumulation and clipping": Case(2, accumulated=2, clipping=0.05),
+    "zero2 local": Case(2, "local"),
+    "zero2 asynlocal": Case(2, "asynlocal", period=2),
+    "zero2 offloaded": Case(2, offload=True),
+    "zero3 cocod, parameters kept whole": Case(3),
+    "zero3 cocod, nothing kept whole": Case(3, whole_below=0),
+    "zero3 local, clipping": Case(3, "local", clipping=0.05),
+    "zero3 asynlocal": Case(3, "asynlocal", period=2),
+    "zero3 offloaded": Case(3, offload=True),
+}
+BF16 = {f"zero{stage} bf16": Case(stage, period=1, bf16=True) for stage in (1, 2, 3)}
+
+
+def start(rank: int, num_workers: int) -> Any:
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(num_workers), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    prepare_for_cpu()
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return deepspeed
+
+
+def make_engine(deepspeed: Any, mpu: Any, case: Case) -> Any:
+    model = loops.make_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=case.configuration, mpu=mpu, dist_init_required=False
+    )
+    return engine
+
+
+def kept(engine: Any) -> list[Tensor]:
+    """The node's float32 parameters; collective inside the node."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return [safe_get_full_fp32_param(p).detach().clone() for p in engine.module.parameters()]
+
+
+def used(deepspeed: Any, engine: Any) -> list[Tensor]:
+    """What the next forward computes with."""
+    parameters = list(engine.module.parameters())
+    if not hasattr(parameters[0], "ds_id"):
+        return [p.detach().clone() for p in parameters]
+    with deepspeed.zero.GatheredParameters(parameters):
+        return [p.detach().clone() for p in parameters]
+
+
+def agree(deepspeed: Any, engine: Any) -> list[Tensor]:
+    values = kept(engine)
+    for value, other in zip(values, used(deepspeed, engine), strict=True):
+        assert torch.equal(value.to(other.dtype), other), "the engine computes with stale parameters"
+    return values
+
+
+def train(deepspeed: Any, rank: int, mpu: Any, case: Case) -> Any:
+    node = rank // 2
+    engine = make_engine(deepspeed, mpu, case)
+    sync = attach(engine, engine.optimizer, case.make(node), weight=case.weight(node), inner=mpu)
+    trace, dtype = [], torch.bfloat16 if case.bf16 else torch.float32
+    for step in range(case.steps(node)):
+        for part in range(case.accumulated):
+            x, y = loops.make_batch(rank, step * case.accumulated + part, dtype=dtype)
+            engine.backward(torch.nn.functional.mse_loss(engine(x).float(), y.float()))
+            engine.step()
+        trace.append(agree(deepspeed, engine))
+        if step == 4 and case.algorithm != "asynlocal":  # in the middle of a round
+            before = [p.clone() for p in sync.subject.trainable]
+            with sync.averaged():
+                mean = agree(deepspeed, engine)
+                with torch.no_grad():
+                    engine(x)
+            assert all(torch.equal(a, b) for a, b in zip(before, sync.subject.trainable, strict=True))
+            trace[-1] = [*agree(deepspeed, engine), *mean]
+    rounds = sync.stats().rounds
+    sync.finish()
+    final = agree(deepspeed, engine)
+    sync.detach()
+    return trace, final, rounds
+
+
+def train_all(rank: int, cases: dict[str, Case]) -> Any:
+    deepspeed = start(rank, 4)
+    mpu = node_mpu(2)
+    return {name: train(deepspeed, rank, mpu, case) for name, case in cases.items()}
+
+
+@functools.cache
+def results() -> list[dict[str, Any]]:
+    return run_workers(4, train_all, {**CASES, **BF16}, seconds=150, fresh=True)
+
+
+class Clipped(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        return super().step(closure)
+
+
+def node_loss(model: nn.Module, xs: Any, ys: Any) -> Tensor:
+    return sum((loops.loss_of(model, x, y) / len(xs) for x, y in zip(xs, ys, strict=True)), torch.zeros(()))
+
+
+def serial(case: Case) -> reference.Trace:
+    """The reference sees each node as one worker, in float64."""
+    batches: Any = []
+    for node in range(2):
+        rows = []
+        for step in range(case.steps(node)):
+            parts = [
+                loops.make_batch(rank, step * case.accumulated + part, dtype=torch.float32)
+                for rank in (2 * node, 2 * node + 1)
+                for part in range(case.accumulated)
+            ]
+            rows.append(([x.double() for x, _ in parts], [y.double() for _, y in parts]))
+        batches.append(rows)
+    kind = Clipped if case.clipping else torch.optim.AdamW
+    return reference.run(
+        case.algorithm, loops.make_model(torch.float32).double(), lambda m: kind(m.parameters(), lr=1e-2), batches, node_loss,
+        [case.weight(node) for node in range(2)], [case.period_of(node) for node in range(2)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.timeout(200)
+def test_engines_equal_the_serial_reference(name: str) -> None:
+    case, expected = CASES[name], serial(CASES[name])
+    for rank, worker in enumerate(results()):
+        trace, final, rounds = worker[name]
+        assert rounds == ROUNDS
+        for row, wanted in zip(trace, expected[rank // 2], strict=True):
+            for ours, theirs in zip(row, wanted, strict=False):
+                torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6)
+        if case.algorithm != "asynlocal":
+            w = reference.shares([case.weight(node) for node in range(2)])
+            for ours, *theirs in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
+                torch.testing.assert_close(ours.double(), w[0] * theirs[0] + w[1] * theirs[1], rtol=0, atol=2e-6)
+        assert all(torch.equal(a, b) for a, b in zip(final, results()[0][name][1], strict=True))
