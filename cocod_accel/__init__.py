@@ -29,6 +29,7 @@ try:
     )
     from cocod_accel.averaging.rules import Outer
     from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
+    from cocod_accel.checkpoint.export import export_model
     from cocod_accel.checkpoint.files import CheckpointError
     from cocod_accel.sharding.loader import pass_through
     from cocod_accel.sharding.plan import WorkPlan, plan_workers
@@ -61,6 +62,7 @@ __all__ = [
     "Sync",
     "WorkPlan",
     "attach",
+    "export_model",
     "measure_speeds",
     "node_mpu",
     "pass_through",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, attach
+from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, attach, export_model
 from tests import loops, reference, reference_engine
 from tests.test_combinations import PARTS, ROUNDS, algorithm_of, drawn_case
 from tests.test_exactness import assert_traces_equal
-from tests.workers import preload, run_workers
+from tests.workers import preload, run_outcomes, run_workers
 
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
 
@@ -191,7 +194,7 @@ def serial(case: Case) -> reference.Trace:
 @pytest.mark.parametrize("name", list(CASES))
 def test_sharded_nodes_equal_the_serial_reference(name: str) -> None:
     case = CASES[name]
-    results = run_workers(2 * case.num_nodes, train, case)
+    results = run_workers(2 * case.num_nodes, train, case, fresh=True)
     expected = serial(case)
     found = [[row[: len(expected[0][0])] for row in trace] for trace, *_ in results]
     assert_traces_equal(found, [expected[rank // 2] for rank in range(len(results))], name)
@@ -240,7 +243,7 @@ def test_combinations_equal_the_serial_reference() -> None:
         weights = [1.0] * 2 if case.name == "asynlocal" else case.weights[:2]
         periods = (case.periods * 2)[:2] if case.name == "asynlocal" else case.periods
         given.append(replace(case, sharded=True, node_size=2, weights=(*weights[:1] * 2, *weights[1:] * 2), periods=periods))
-    results = run_workers(4, combined, given)
+    results = run_workers(4, combined, given, fresh=True)
     for index, case in enumerate(given):
         expected, finished = reference_engine.run(
             case, loops.make_model(), PARTS[case.fragments], loops.OPTIMIZERS[case.optimizer], loops.make_batch,
@@ -250,3 +253,89 @@ def test_combinations_equal_the_serial_reference() -> None:
         for worker in results:
             for ours, theirs in zip(worker[index][1], finished, strict=True):
                 assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), f"{case} after finish()"
+
+
+# ----------------------------------------------------------------------------- checkpoints, other nodes, one model file
+
+
+def saved(rank: int, folder: str, num_nodes: int, steps: int, dies_at: int | None = None) -> Any:
+    model = shard(make_model(), mesh_of(num_nodes)["shard"])
+    optimizer = OPTIMIZERS["adamw"](model)
+    algorithm = CoCoDSGD(3, payload="int8", fragments=2, delay=2)
+    sync = attach(model, optimizer, algorithm, weight=WEIGHTS[rank // 2])
+    checkpoints = Checkpoints(folder, sync)
+    resumed = checkpoints.resume()
+    begin = whole(model)
+    first = 0 if resumed is None else resumed.position
+    for step in range(first, steps):
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        optimizer.step()
+        if step + 1 == 4:  # in the middle of a round, an average in flight
+            checkpoints.save(step + 1)
+        if step + 1 == dies_at and rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    stats = sync.stats()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    moments = [getattr(value, "_local_tensor", value).clone() for value in states]
+    return (None if resumed is None else resumed.is_exact), begin, [*whole(model), *moments], (stats.bytes, stats.rounds)
+
+
+def test_a_killed_run_goes_on_bit_for_bit_and_other_nodes_from_the_mean(tmp_path: Path) -> None:
+    expected = run_workers(4, saved, str(tmp_path / "whole"), 2, 11, fresh=True)
+    killed = run_outcomes(4, saved, str(tmp_path / "parts"), 2, 11, 7, fresh=True)
+    assert killed[3].exit_code == -signal.SIGKILL
+    for (_, _, values, counts), (is_exact, _, found, others) in zip(
+        expected, run_workers(4, saved, str(tmp_path / "parts"), 2, 11, fresh=True), strict=True
+    ):
+        assert is_exact is True
+        assert counts == others
+        assert all(torch.equal(a, b) for a, b in zip(values, found, strict=True))
+    at_save = [row[2] for row in run_workers(4, saved, str(tmp_path / "four"), 2, 4, fresh=True)]
+    shares = reference.shares([WEIGHTS[0], WEIGHTS[1]])
+    for is_exact, begin, *_ in run_workers(6, saved, str(tmp_path / "four"), 3, 6, fresh=True):
+        assert is_exact is False
+        for index, value in enumerate(begin):
+            mean = shares[0] * at_save[0][index] + shares[1] * at_save[2][index]
+            torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-15)
+
+
+def of_other_size(rank: int, folder: str) -> None:
+    model = shard(make_model(), mesh_of(1, 3)["shard"])
+    sync = attach(model, OPTIMIZERS["adamw"](model), CoCoDSGD(3), inner=mesh_of(1, 3))
+    Checkpoints(folder, sync).resume()
+
+
+def test_a_checkpoint_of_nodes_of_another_size_is_refused(tmp_path: Path) -> None:
+    run_workers(4, saved, str(tmp_path), 2, 4, fresh=True)
+    for outcome in run_outcomes(3, of_other_size, str(tmp_path), fresh=True):
+        assert outcome.error is not None
+        assert "was saved by nodes of 2 workers, here 3 share a model" in outcome.error[1]
+        assert "\n" not in outcome.error[1]
+
+
+def exported(rank: int, path: str) -> Any:
+    model = shard(make_model(), mesh_of(2)["shard"])
+    optimizer = OPTIMIZERS["adamw"](model)
+    sync = attach(model, optimizer, CoCoDSGD(3), weight=WEIGHTS[rank // 2])
+    for step in range(5):
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        optimizer.step()
+    sync.finish()
+    export_model(sync, path)
+    with pytest.raises(OSError, match=r"no/such/place: rank 0: .*No such file"):
+        export_model(sync, "no/such/place")
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def test_one_file_holds_the_mean_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    results = run_workers(4, exported, str(tmp_path / "model.safetensors"), fresh=True)
+    model = make_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for state in results:
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

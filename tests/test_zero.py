@@ -60,7 +60,7 @@ class Case:
         return {
             "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": self.accumulated,
             "zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "gradient_clipping": self.clipping, "steps_per_print": None, **({"bf16": {"enabled": True}} if self.bf16 else {}),
+            "gradient_clipping": self.clipping, "steps_per_print": None, "bf16": {"enabled": self.bf16},
             **dict(self.settings),
         }  # fmt: skip
 
@@ -78,7 +78,13 @@ CASES = {
     "zero3 asynlocal": Case(3, "asynlocal", period=2),
     "zero3 offloaded": Case(3, offload=True),
 }
-BF16 = {f"zero{stage} bf16": Case(stage, period=1, bf16=True) for stage in (1, 2, 3)}
+#: float32 accumulation of gradients at stage 1 makes an optimizer of another class.
+BF16 = {
+    **{f"zero{stage} bf16": Case(stage, period=1, bf16=True) for stage in (1, 2, 3)},
+    "zero1 bf16 accumulated in float32": Case(
+        1, period=1, bf16=True, settings=(("data_types", {"grad_accum_dtype": "fp32"}),)
+    ),
+}
 
 
 def start(rank: int, num_workers: int) -> Any:
@@ -90,9 +96,22 @@ def start(rank: int, num_workers: int) -> Any:
     return deepspeed
 
 
+class _Clipped(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        return super().step(closure)
+
+
+def make_optimizer(case: Case, model: nn.Module, *, clips: bool = False) -> torch.optim.Optimizer:
+    # AdamW turns the rounding of a small gradient into a step of another sign.
+    if case.bf16:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return (_Clipped if clips else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+
+
 def make_engine(deepspeed: Any, mpu: Any, case: Case) -> Any:
     model = loops.make_model(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make_optimizer(case, model)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=case.configuration, mpu=mpu, dist_init_required=False
     )
@@ -159,32 +178,27 @@ def results() -> list[dict[str, Any]]:
     return run_workers(4, train_all, {**CASES, **BF16}, seconds=150, fresh=True)
 
 
-class Clipped(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
-        return super().step(closure)
-
-
 def node_loss(model: nn.Module, xs: Any, ys: Any) -> Tensor:
     return sum((loops.loss_of(model, x, y) / len(xs) for x, y in zip(xs, ys, strict=True)), torch.zeros(()))
 
 
 def serial(case: Case) -> reference.Trace:
-    """The reference sees each node as one worker, in float64."""
+    """The reference sees each node as one worker, in float64; a 16-bit engine begins with what it has rounded."""
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
     batches: Any = []
     for node in range(2):
         rows = []
         for step in range(case.steps(node)):
             parts = [
-                loops.make_batch(rank, step * case.accumulated + part, dtype=torch.float32)
+                loops.make_batch(rank, step * case.accumulated + part, dtype=dtype)
                 for rank in (2 * node, 2 * node + 1)
                 for part in range(case.accumulated)
             ]
             rows.append(([x.double() for x, _ in parts], [y.double() for _, y in parts]))
         batches.append(rows)
-    kind = Clipped if case.clipping else torch.optim.AdamW
     return reference.run(
-        case.algorithm, loops.make_model(torch.float32).double(), lambda m: kind(m.parameters(), lr=1e-2), batches, node_loss,
+        case.algorithm, loops.make_model(torch.float32).to(dtype).double(),
+        lambda m: make_optimizer(case, m, clips=case.clipping > 0), batches, node_loss,
         [case.weight(node) for node in range(2)], [case.period_of(node) for node in range(2)],
     )  # fmt: skip
 
@@ -204,3 +218,46 @@ def test_engines_equal_the_serial_reference(name: str) -> None:
             for ours, *theirs in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
                 torch.testing.assert_close(ours.double(), w[0] * theirs[0] + w[1] * theirs[1], rtol=0, atol=2e-6)
         assert all(torch.equal(a, b) for a, b in zip(final, results()[0][name][1], strict=True))
+
+
+@pytest.mark.parametrize("name", list(BF16))
+@pytest.mark.timeout(200)
+def test_16_bit_engines_equal_the_reference_up_to_rounding(name: str) -> None:
+    case = BF16[name]
+    begin = [p.detach().double() for p in loops.make_model(torch.bfloat16).parameters()]
+    expected = serial(case)
+    for rank, worker in enumerate(results()):
+        trace, final, _ = worker[name]
+        for row, wanted in zip(trace, expected[rank // 2], strict=True):
+            for ours, theirs, first in zip(row, wanted, begin, strict=False):
+                assert ours.dtype == torch.float32
+                assert (ours.double() - theirs).norm() <= 0.02 * (theirs - first).norm()
+        assert all(torch.equal(a, b) for a, b in zip(final, results()[0][name][1], strict=True))
+
+
+def one_node(rank: int) -> Any:
+    """Twice the same training: alone, and as the only node."""
+    deepspeed = start(rank, 2)
+    mpu = node_mpu(2)
+    found = []
+    for stage in (1, 2, 3):
+        for algorithm in (None, CoCoDSGD(2), LocalSGD(2)):
+            case = Case(stage, bf16=True)
+            engine = make_engine(deepspeed, mpu, case)
+            sync = None if algorithm is None else attach(engine, engine.optimizer, algorithm, inner=mpu)
+            for step in range(6):
+                x, y = loops.make_batch(rank, step, dtype=torch.bfloat16)
+                engine.backward(torch.nn.functional.mse_loss(engine(x).float(), y.float()))
+                engine.step()
+            if sync is not None:
+                sync.finish()
+                sync.detach()
+            found.append([*kept(engine), *used(deepspeed, engine)])
+    return found
+
+
+def test_a_single_node_is_the_engine_alone_bit_for_bit() -> None:
+    for found in run_workers(2, one_node, seconds=110, fresh=True):
+        for alone, *others in (found[i : i + 3] for i in range(0, 9, 3)):
+            for values in others:
+                assert all(torch.equal(a, b) for a, b in zip(alone, values, strict=True))

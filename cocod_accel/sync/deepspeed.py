@@ -139,7 +139,18 @@ def engine_state(engine: Any) -> dict[str, Any] | None:
         return None
     scheduler = engine.lr_scheduler
     state = {name: getattr(engine, name) for name in _ENGINE_COUNTERS}
-    return {**state, "scheduler": scheduler.state_dict() if scheduler is not None else None}
+    return {
+        **state,
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "scaler": _numbers_of(getattr(engine.optimizer, "loss_scaler", None)),
+    }
+
+
+def _numbers_of(scaler: Any) -> dict[str, Any] | None:
+    """What a loss scaler of DeepSpeed's own counts."""
+    if scaler is None:
+        return None
+    return {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
 
 
 def load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
@@ -148,3 +159,5 @@ def load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
             setattr(engine, name, state[name])
         if engine.lr_scheduler is not None and state["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(state["scheduler"])
+        for name, value in (state.get("scaler") or {}).items():
+            setattr(engine.optimizer.loss_scaler, name, value)

@@ -6,13 +6,16 @@ name: importing FSDP is expensive for those who do without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cocod_accel.averaging.flat import local
 from cocod_accel.sync.shards import ShardRouter
 
 ROUTERS: WeakKeyDictionary[nn.Module, ShardRouter] = WeakKeyDictionary()
@@ -60,6 +63,20 @@ class FsdpShards:
         """Gathered parameters were made of shards that have changed since: without this, the next forward would use them."""
         for child in _sharded_in(self._module):
             child.reshard()
+
+    def held(self) -> dict[str, Tensor]:
+        self.refresh()
+        state = self._module.state_dict()
+        return {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+    def whole_optimizer(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def whole(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]]:
+        self.refresh()
+        for name, value in self._module.state_dict().items():
+            gather = value.full_tensor if is_dtensor(value) else value.detach
+            yield name, value.dtype, tuple(value.shape), gather
 
 
 def _sharded_in(module: nn.Module) -> Iterator[Any]:

@@ -7,7 +7,7 @@ averages its own shard, with its namesakes: the workers in its place on the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,18 @@ class Shards(Protocol):
 
     def refresh(self) -> None:
         """The shards have been written: renew what was made of them. Collective inside the node, if at all."""
+
+    def held(self) -> dict[str, Tensor]:
+        """What this worker holds of all parameters, by name, to be saved and written into."""
+        ...
+
+    def whole_optimizer(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer has all of its parameters."""
+        ...
+
+    def whole(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]]:
+        """Every entry of the whole model's state_dict, and what gathers it inside the node."""
+        ...
 
 
 class ShardRouter:

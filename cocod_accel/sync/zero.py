@@ -6,6 +6,7 @@ partitions, so it is made again after they were written: inside the node, as aft
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,7 @@ class ZeroShards:
     def __init__(self, engine: Any, fragments: int) -> None:
         self.stage = stage_of(engine)
         self.kind = f"zero{self.stage}"
+        self._module: nn.Module = engine.module
         self._zero: Any = engine.optimizer
         _check(engine, self._zero)
         self.node = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
@@ -152,6 +154,23 @@ class ZeroShards:
         if kept_whole:
             kept_whole[0].all_gather(kept_whole)
 
+    def held(self) -> dict[str, Tensor]:
+        found = {f"partition {index}": partition.detach() for index, partition in enumerate(self.partitions)}
+        return {**found, **{f"frozen {index}": tensor.detach() for index, tensor in enumerate(self.frozen)}}
+
+    def whole(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]]:
+        module = self._module
+        buffers = dict(module.named_buffers())
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name in module.state_dict():
+            if name in parameters:
+                parameter = parameters[name]
+                dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                yield name, dtype, shape, functools.partial(_gathered, parameter)
+            elif name in buffers:
+                yield name, buffers[name].dtype, tuple(buffers[name].shape), buffers[name].detach
+
     def _in_ranges(self, fragments: int) -> Iterator[Tensor]:
         flats = [partition.detach() for partition in self.partitions]
         total, begin = sum(flat.numel() for flat in flats), 0
@@ -181,6 +200,21 @@ def _check(engine: Any, zero: Any) -> None:
     for name, is_on in what.items():
         if is_on:
             raise ValueError(f"{name}: its parameters are kept elsewhere than in float32 partitions; switch it off")
+
+
+def _gathered(parameter: Any) -> Tensor:
+    """The whole of one parameter, in float32 where it is trained; collective inside the node."""
+    if parameter.requires_grad:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found: Tensor = safe_get_full_fp32_param(parameter)
+        return found.detach().view(getattr(parameter, "ds_shape", parameter.shape))
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()  # type: ignore[no-any-return]
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()  # type: ignore[no-any-return]
 
 
 class EngineCounter:
