@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cocod_accel import AsynLocalSGD, CoCoDSGD, LocalSGD, attach, node_mpu
+from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, attach, export_model, node_mpu
 from cocod_accel.sync.deepspeed import prepare_for_cpu
 from tests import loops, reference
-from tests.workers import run_workers
+from tests.workers import run_outcomes, run_workers
 
 # Not imported here: that changes the environment and prints.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -261,3 +263,77 @@ def test_a_single_node_is_the_engine_alone_bit_for_bit() -> None:
         for alone, *others in (found[i : i + 3] for i in range(0, 9, 3)):
             for values in others:
                 assert all(torch.equal(a, b) for a, b in zip(alone, values, strict=True))
+
+
+# ----------------------------------------------------------------------------- checkpoints, other nodes, one model file
+
+STAGES = {
+    1: Case(1, bf16=True),
+    2: Case(2, offload=True),
+    3: Case(3, bf16=True),
+}
+
+
+def saved(rank: int, folder: str, num_workers: int, steps: int, dies_at: int | None = None) -> Any:
+    deepspeed = start(rank, num_workers)
+    mpu, found = node_mpu(2), []
+    for stage, case in STAGES.items():
+        engine = make_engine(deepspeed, mpu, case)
+        algorithm = CoCoDSGD(3, payload="int8", fragments=2, delay=2)
+        sync = attach(engine, engine.optimizer, algorithm, weight=[1, 3, 2][rank // 2], inner=mpu)
+        checkpoints = Checkpoints(f"{folder}/{stage}", sync)
+        resumed = checkpoints.resume()
+        begin = agree(deepspeed, engine)
+        for step in range(0 if resumed is None else resumed.position, steps):
+            x, y = loops.make_batch(rank, step, dtype=torch.bfloat16 if case.bf16 else torch.float32)
+            engine.backward(torch.nn.functional.mse_loss(engine(x).float(), y.float()))
+            engine.step()
+            if step + 1 == 4:  # in the middle of a round, an average in flight
+                checkpoints.save(step + 1)
+            if step + 1 == dies_at and rank == 3 and stage == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        stats = sync.stats()
+        states = [value.clone() for state in sync.subject.optimizers[0].state.values() for value in state.values()
+                  if isinstance(value, Tensor)]  # fmt: skip
+        values = [*agree(deepspeed, engine), *states]
+        counts = stats.bytes, stats.rounds, engine.global_steps
+        found.append((None if resumed is None else resumed.is_exact, begin, values, counts))
+        if dies_at is None and resumed is not None:
+            sync.finish()
+            export_model(sync, f"{folder}/{stage}.safetensors")
+            found[-1] = (*found[-1], kept(engine))
+        sync.detach()
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_killed_engines_go_on_bit_for_bit(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole = run_workers(4, saved, str(tmp_path / "whole"), 4, 11, seconds=60, fresh=True)
+    killed = run_outcomes(4, saved, str(tmp_path / "parts"), 4, 11, 7, seconds=60, fresh=True)
+    assert killed[3].exit_code == -signal.SIGKILL
+    again = run_workers(4, saved, str(tmp_path / "parts"), 4, 11, seconds=60, fresh=True)
+    for expected, found in zip(whole, again, strict=True):
+        for (_, _, values, counts), (is_exact, _, others, other_counts, final) in zip(expected, found, strict=True):
+            assert is_exact is True
+            assert counts == other_counts
+            assert len(values) == len(others)
+            assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
+            del final
+    for index, stage in enumerate(STAGES):
+        loaded = loops.make_model(torch.float32)
+        loaded.load_state_dict(load_file(tmp_path / "parts" / f"{stage}.safetensors"))
+        for worker in again:
+            assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), worker[index][-1], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_engines_on_other_nodes_go_on_from_the_mean(tmp_path: Path) -> None:
+    at_save = run_workers(4, saved, str(tmp_path), 4, 4, seconds=60, fresh=True)
+    for worker in run_workers(6, saved, str(tmp_path), 6, 6, seconds=100, fresh=True):
+        for index, (is_exact, begin, *_) in enumerate(worker):
+            assert is_exact is False
+            for ours, first, second in zip(begin, at_save[0][index][2], at_save[2][index][2], strict=False):
+                torch.testing.assert_close(ours.double(), 0.25 * first.double() + 0.75 * second.double(), rtol=0, atol=1e-7)

@@ -39,8 +39,12 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def whole_size(tensor: Tensor) -> int:
-    """How many reals a tensor has, whatever this worker holds of it: the same on all workers."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
+    """How many reals a tensor has, whatever this worker holds of it: the same on all workers.
+
+    A plain tensor that is a shard says so with an attribute of this name.
+    """
+    size: int | None = getattr(tensor, "whole_size", None)
+    return tensor.numel() * (2 if tensor.is_complex() else 1) if size is None else size
 
 
 def floating(tensors: Sequence[Tensor]) -> list[Tensor]:

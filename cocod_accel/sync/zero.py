@@ -81,8 +81,7 @@ def router_of(engine: Any) -> ShardRouter:
 class ZeroShards:
     """One worker's float32 partitions of an engine's parameters, and what is made of them.
 
-    ``fragments``: stages 1 and 2 cut them in so many even ranges; stage 3 by parameters, of which each worker holds an equal
-    share.
+    ``fragments``: stages 1 and 2 cut them in so many even ranges; stage 3 by parameters, of which each worker holds a share.
     """
 
     def __init__(self, engine: Any, fragments: int) -> None:
@@ -183,7 +182,14 @@ class ZeroShards:
 
     def _by_parameter(self) -> Iterator[Tensor]:
         for flat, parameters in zip(self.partitions, self._zero.fp16_groups, strict=True):
-            yield from flat.detach().split([parameter.partition_numel() for parameter in parameters])
+            for piece, parameter in zip(
+                flat.detach().split([p.partition_numel() for p in parameters]), parameters, strict=True
+            ):
+                # The last shards are filled up with whatever was in memory. A worker may hold nothing of a parameter.
+                begin = self.node.index(dist.get_rank()) * piece.numel()
+                own: Any = piece[: max(0, min(piece.numel(), parameter.ds_numel - begin))]
+                own.whole_size = parameter.ds_numel
+                yield own
 
 
 def _check(engine: Any, zero: Any) -> None:
