@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -339,3 +341,105 @@ def test_one_file_holds_the_mean_model(tmp_path: Path) -> None:
         assert state.keys() == model.state_dict().keys()
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+# ------------------------------------------------------------------------------------------ what is communicated, and when
+
+_COLLECTIVES = (
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_gather", "all_gather_object",
+    "reduce_scatter", "barrier", "all_to_all_single", "reduce", "all_gather_single", "reduce_scatter_single",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def recorded(calls: list[Any]) -> Iterator[None]:
+    """The group of every collective that Python starts; who imports one by name is not seen, but waits all the same."""
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+
+    def wrap(call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+            calls.append(dist.get_process_group_ranks(groups[0] if groups else dist.group.WORLD))
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for name, original in originals.items():
+        setattr(dist, name, wrap(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def collectives_in_turns(rank: int, period: int, step: Callable[[int], None], name: str) -> list[list[Any]]:
+    """The groups of the collectives in each step of three rounds.
+
+    The second node begins a round when the first has taken all but its last step: if they met before, they would wait for
+    each other for ever.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    calls: list[list[Any]] = [[] for _ in range(3 * period)]
+    for number in range(3 * period):
+        key = f"{name} {number // period} {rank % 2}"
+        if rank >= 2 and number % period == 0:
+            store.get(key)
+        with recorded(calls[number]):
+            step(number)
+        if rank < 2 and number % period == period - 2:
+            store.set(key, "done")
+    return calls
+
+
+def check_turns(calls: list[list[Any]], rank: int, period: int) -> None:
+    mates = [rank // 2 * 2, rank // 2 * 2 + 1]
+    for number, groups in enumerate(calls):
+        assert mates in groups, "the count sees what a node does"
+        others = [ranks for ranks in groups if not set(ranks) <= set(mates)]
+        assert bool(others) == (number % period == period - 1), f"step {number}: {groups}"
+        assert all(ranks in ([rank % 2, 2 + rank % 2], [0, 1, 2, 3]) for ranks in others)
+
+
+def in_turns(rank: int) -> Any:
+    counted = []
+    for name in ("cocod", "local"):
+        model = shard(make_model(), mesh_of(2)["shard"])
+        optimizer = OPTIMIZERS["adamw"](model)
+        sync = attach(model, optimizer, loops.make_algorithm(name, 4))
+
+        def step(number: int, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            loops.loss_of(model, *loops.make_batch(rank, number)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+
+        counted.append(collectives_in_turns(rank, 4, step, name))
+        sync.finish()
+        sync.detach()
+    return counted
+
+
+def test_inside_a_round_only_mates_communicate() -> None:
+    for rank, algorithms in enumerate(run_workers(4, in_turns, fresh=True)):
+        for steps in algorithms:
+            check_turns(steps, rank, 4)
+
+
+def sent(rank: int) -> Any:
+    model = shard(make_model(), mesh_of(2)["shard"])
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = attach(model, optimizer, CoCoDSGD(2))
+    for step in range(6):
+        optimizer.zero_grad()
+        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+        optimizer.step()
+    return sync.stats().bytes, sync.stats().rounds, sum(value.numel() for value in shards_of(model))
+
+
+def test_a_worker_sends_its_shard() -> None:
+    found = run_workers(4, sent, fresh=True)
+    for num_bytes, rounds, size in found:
+        assert num_bytes == 8 * size * (rounds - 1)  # 2 (N - 1) / N of float64, N = 2; the last mean is under way
+    assert found[0][2] + found[1][2] == sum(p.numel() for p in make_model().parameters())
+    assert found[0][2] != found[1][2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.groups import node_group
 from cocod_accel.sync.shards import ShardRouter
 from cocod_accel.sync.step_counter import Watcher
@@ -90,7 +92,8 @@ class ZeroShards:
         self._module: nn.Module = engine.module
         self._zero: Any = engine.optimizer
         _check(engine, self._zero)
-        self.node = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+        self._group = engine.seq_data_parallel_group
+        self.node = tuple(dist.get_process_group_ranks(self._group))
         self._held = [tensor.data_ptr() for tensor in self.partitions]
         pieces = self._by_parameter() if self.stage == 3 else self._in_ranges(fragments)
         self.trainable: list[Tensor] = list(pieces)
@@ -139,6 +142,40 @@ class ZeroShards:
         """Raise if the partitions lie elsewhere than at attach: averages would be written where nobody looks."""
         if [partition.data_ptr() for partition in self.partitions] != self._held:
             raise RuntimeError("the engine has moved its partitions (offload_states) since attach; detach and attach again")
+
+    @contextmanager
+    def _checks_inside(self) -> Iterator[None]:
+        """Stage 3 compares its order of parameters with that of worker 0, which would wait for its own node's next step."""
+        module: Any = sys.modules[type(self._zero.parameter_offload.get_param_coordinator()).__module__]
+        name = "assert_ints_same_as_other_ranks"
+        usual = getattr(module, name)
+        setattr(module, name, self._check_order)
+        try:
+            yield
+        finally:
+            setattr(module, name, usual)
+
+    def _check_order(self, order: list[int]) -> None:
+        if any(other != order for other in exchange_reports(list(order), self._group, self.partitions[0].device)):
+            raise RuntimeError("the workers of a node use their parameters in different orders; train the same model on all")
+
+    def keep_inside(self) -> Callable[[], None]:
+        """From now on nothing of the engine's own meets other nodes; returns what ends that."""
+        if self.stage != 3:
+            return _nothing
+        coordinator: Any = self._zero.parameter_offload.get_param_coordinator()
+        usual = coordinator.reset_step
+
+        def reset_step() -> None:
+            with self._checks_inside():
+                usual()
+
+        def end() -> None:
+            if vars(coordinator).get("reset_step") is reset_step:
+                del coordinator.reset_step
+
+        coordinator.reset_step = reset_step
+        return end
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -192,6 +229,10 @@ class ZeroShards:
                 yield own
 
 
+def _nothing() -> None:
+    pass
+
+
 def _check(engine: Any, zero: Any) -> None:
     known = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
     if type(zero).__name__ not in known:
@@ -201,11 +242,12 @@ def _check(engine: Any, zero: Any) -> None:
         "zero_hpz_partition_size": (engine.zero_hpz_partition_size() or 1) > 1,
         "experts (MoE)": getattr(engine, "has_moe_layers", False),
         "zenflow": getattr(zero, "zenflow", False),
+        "enable_sanity_checks": engine.is_sanity_checks_enabled(),
         "a pipeline": getattr(engine, "pipeline_parallelism", False),
     }
     for name, is_on in what.items():
         if is_on:
-            raise ValueError(f"{name}: its parameters are kept elsewhere than in float32 partitions; switch it off")
+            raise ValueError(f"{name}: the engine is more than float32 partitions on a node of its own; switch it off")
 
 
 def _gathered(parameter: Any) -> Tensor:
@@ -233,11 +275,13 @@ class EngineCounter:
         self._step = self._optimizer.step
         self._optimizer.step = self._stepped  # what the engine calls at the end of an accumulation
         self._handle = engine.register_forward_pre_hook(lambda module, args: in_passing())
+        self._end = shards.keep_inside()
 
     def remove(self) -> None:
         if vars(self._optimizer).get("step") == self._stepped:
             del self._optimizer.step
         self._handle.remove()
+        self._end()
 
     def settle(self) -> None:
         """Nothing is ever owed: a step has ended when it is counted."""
