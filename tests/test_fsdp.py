@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, attach, export_model
 from tests import loops, reference, reference_engine
@@ -443,3 +447,209 @@ def test_a_worker_sends_its_shard() -> None:
         assert num_bytes == 8 * size * (rounds - 1)  # 2 (N - 1) / N of float64, N = 2; the last mean is under way
     assert found[0][2] + found[1][2] == sum(p.numel() for p in make_model().parameters())
     assert found[0][2] != found[1][2]
+
+
+# ------------------------------------------------------------------------- policies, what stays gathered, frozen parameters
+
+
+class Normed(nn.Module):
+    """With statistics, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.frozen(self.last(torch.tanh(self.norm(self.first(x)))))
+        return out
+
+
+def with_policies(rank: int) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    found = []
+    for options in (
+        {},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ):
+        # Statistics and bfloat16 do not go together.
+        model = shard(Odd() if "mp_policy" in options else Normed(), mesh_of(2)["shard"], **options)
+        optimizer = OPTIMIZERS["momentum"](model)
+        sync = attach(model, optimizer, LocalSGD(1), weight=WEIGHTS[rank // 2])
+        for step in range(3):
+            optimizer.zero_grad()
+            loops.loss_of(model, *loops.make_batch(rank, step, dtype=torch.float32)).backward()
+            if step == 2:
+                sync.detach()
+            optimizer.step()
+        before = {name: getattr(v, "full_tensor", v.clone)() for name, v in model.state_dict().items()}
+        sync = attach(model, optimizer, LocalSGD(3), weight=WEIGHTS[rank // 2])
+        sync.finish()
+        after = {name: getattr(v, "full_tensor", v.clone)() for name, v in model.state_dict().items()}
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        found.append((before, after))
+        sync.detach()
+    return found
+
+
+def test_policies_buffers_and_frozen_parameters() -> None:
+    results = run_workers(4, with_policies, fresh=True)
+    weights = [1.0, 1.0, 3.0, 3.0]
+    share = reference.shares(weights)
+    for index in range(3):
+        rows = [worker[index] for worker in results]
+        assert not torch.equal(rows[0][0]["first.weight"], rows[2][0]["first.weight"])
+        if index < 2:
+            assert not torch.equal(rows[0][0]["norm.running_mean"], rows[1][0]["norm.running_mean"])
+            assert "frozen.weight" in rows[0][0]
+        for name in [name for name, value in rows[0][0].items() if value.is_floating_point()]:
+            mean = sum(w * before[name].double() for w, (before, _) in zip(share, rows, strict=True))
+            for _, after in rows:
+                torch.testing.assert_close(after[name].double(), mean, rtol=1e-6, atol=1e-7)
+                assert torch.equal(after[name], rows[0][1][name])
+    for name, value in results[0][0][0].items():  # offloading changes no bit
+        assert torch.equal(value, results[0][1][0][name])
+
+
+def evaluated(rank: int, how: str) -> Any:
+    """Gathered parameters of an evaluation, or of a backward, must not survive what is written into shards."""
+    model = shard(make_model(), mesh_of(2)["shard"], reshard_after_forward=False)
+    optimizer = OPTIMIZERS["adamw"](model)
+    x, y = loops.make_batch(rank, 0)
+    with torch.no_grad():
+        model(x)  # everything is gathered when the algorithm is attached
+    sync = attach(model, optimizer, CoCoDSGD(2, delay=1), weight=WEIGHTS[rank // 2])
+    losses = []
+    for step in range(6):
+        x, y = loops.make_batch(rank, step)
+        optimizer.zero_grad()
+        loops.loss_of(model, x, y).backward()
+        optimizer.step()
+        if how == "no evaluation":
+            continue
+        with torch.no_grad():
+            model(x)
+        with sync.averaged(), torch.no_grad():
+            losses.append(loops.loss_of(model, x, y))
+            mean = make_model()
+            for own, p in zip(mean.parameters(), whole_again(model), strict=True):
+                own.copy_(p)
+            torch.testing.assert_close(losses[-1], loops.loss_of(mean, x, y), rtol=1e-12, atol=0)
+    if how == "skipped step":  # gradients that are dropped count when the next forward begins, which merges
+        for step in (6, 7):
+            optimizer.zero_grad()
+            loops.loss_of(model, *loops.make_batch(rank, step)).backward()
+            optimizer.zero_grad(set_to_none=False)
+        assert sync.attempts == 7
+        with torch.no_grad():
+            model(x)
+        loss = loops.loss_of(model, x, y)
+        assert sync.attempts == 8
+        mean = make_model()
+        with torch.no_grad():
+            for own, p in zip(mean.parameters(), whole_again(model), strict=True):
+                own.copy_(p)
+        torch.testing.assert_close(loss.detach(), loops.loss_of(mean, x, y).detach(), rtol=1e-12, atol=0)
+        return None
+    return whole_again(model)
+
+
+def whole_again(model: Any) -> list[Tensor]:
+    for child in model.modules():
+        if hasattr(child, "reshard"):
+            child.reshard()
+    return whole(model)
+
+
+def test_what_was_gathered_before_a_merge_is_not_used_after_it() -> None:
+    for alone, evaluating in zip(
+        run_workers(4, evaluated, "no evaluation", fresh=True),
+        run_workers(4, evaluated, "evaluation", fresh=True),
+        strict=True,
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(alone, evaluating, strict=True))
+    run_workers(4, evaluated, "skipped step", fresh=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+class Storages(TorchDispatchMode):
+    """The bytes of plain tensors that live, and the most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    @property
+    def live(self) -> int:
+        self._known = {key: held for key, held in self._known.items() if not held[0].expired()}
+        return sum(size for _, size in self._known.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tree_map(self._note, found)
+        return found
+
+    def _note(self, leaf: Any) -> None:
+        if type(leaf) in (Tensor, nn.Parameter):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._known or self._known[storage._cdata][0].expired():
+                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.peak = max(self.peak, self.live)
+
+
+def measured(rank: int) -> Any:
+    """A model of 50 M parameters, in layers of 2.1 M."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    mesh = mesh_of(2)["shard"]
+    for attaches in (False, True):
+        with Storages() as storages:
+            model: Any = nn.Sequential(*(nn.Linear(1448, 1448, bias=False) for _ in range(24)))
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            own = sum(p.to_local().numel() * 4 for p in model.parameters())
+            sync = attach(model, optimizer, CoCoDSGD(2)) if attaches else None
+            gc.collect()
+            storages.peak = 0
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1448)).mean().backward()
+                optimizer.step()
+            gc.collect()
+            peaks, between = [storages.peak], storages.live
+            for verb in ("averaged", "finish"):
+                storages.peak = storages.live
+                if sync is not None and verb == "averaged":
+                    with sync.averaged():
+                        pass
+                elif sync is not None:
+                    sync.finish()
+                peaks.append(storages.peak)
+            found.append((own, peaks[0], between, *peaks[1:]))
+            if sync is not None:
+                sync.detach()
+        del sync, optimizer, model
+        gc.collect()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_worker_needs_two_more_shards_and_no_model() -> None:
+    for (own, *alone), (_, *ours) in run_workers(4, measured, seconds=120, fresh=True):
+        assert own == 24 * 1448 * 1448 * 4 // 2
+        steps, between = ours[0] - alone[0], ours[1] - alone[1]
+        print(f"shards more: {steps / own:.3f} in a step, {between / own:.3f} between steps")
+        print(f"{(ours[2] - alone[1]) / own:.3f} in averaged(), {(ours[3] - alone[1]) / own:.3f} in finish()")
+        assert 1.9 * own < between <= 2.1 * own
+        assert max(steps, ours[2] - alone[2], ours[3] - alone[3]) <= 2.1 * own
