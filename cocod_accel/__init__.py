@@ -36,6 +36,7 @@ try:
     from cocod_accel.sharding.sampler import ShardSampler
     from cocod_accel.sharding.speeds import Measured, measure_speeds
     from cocod_accel.sync.attach import attach
+    from cocod_accel.sync.prepare import node_parallelism, zero_inside
     from cocod_accel.sync.sync import Stats, Sync
     from cocod_accel.sync.zero import node_mpu
 finally:
@@ -65,6 +66,8 @@ __all__ = [
     "export_model",
     "measure_speeds",
     "node_mpu",
+    "node_parallelism",
     "pass_through",
     "plan_workers",
+    "zero_inside",
 ]

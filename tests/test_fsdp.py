@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, attach, export_model
+from cocod_accel import SSGD, AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, PipeSGD, attach, export_model
 from tests import loops, reference, reference_engine
 from tests.test_combinations import PARTS, ROUNDS, algorithm_of, drawn_case
 from tests.test_exactness import assert_traces_equal
@@ -653,3 +653,71 @@ def test_a_worker_needs_two_more_shards_and_no_model() -> None:
         print(f"{(ours[2] - alone[1]) / own:.3f} in averaged(), {(ours[3] - alone[1]) / own:.3f} in finish()")
         assert 1.9 * own < between <= 2.1 * own
         assert max(steps, ours[2] - alone[2], ours[3] - alone[3]) <= 2.1 * own
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def refused(rank: int, what: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of(2)
+    model: Any = make_model()
+    optimizer = OPTIMIZERS["sgd"](model)
+    algorithm: Any = {"pipe": PipeSGD(), "ssgd": SSGD(), "average": LocalSGD(2, optimizer_state="average")}.get(
+        what, AsynLocalSGD(2 + rank) if what == "periods" else CoCoDSGD(2)
+    )
+    over: Any = {"hsdp": mesh, "all": init_device_mesh("cpu", (4,)), "alone": init_device_mesh("cpu", (4, 1))}.get(
+        what, mesh["shard"]
+    )
+    if what == "alone":
+        over = init_device_mesh("cpu", (4, 1), mesh_dim_names=("node", "shard"))["shard"]
+    if what == "unequal":
+        three = DeviceMesh("cpu", [0, 1, 2], _init_backend=True) if rank < 3 else None
+        over = three or DeviceMesh("cpu", [3], _init_backend=True)
+    if what == "two meshes":
+        fully_shard(model.first, mesh=mesh["node"])
+    if what == "part":
+        fully_shard(model.first, mesh=over)
+    else:
+        fully_shard(model, mesh=over)
+    if what != "optimizer":
+        optimizer = OPTIMIZERS["sgd"](model)
+    inner: Any = {"other group": mesh["node"], "no group": 4}.get(what)
+    weight = rank + 1 if what == "weights" else 1
+    attach(model, optimizer, algorithm, weight=weight, inner=inner)
+
+
+REFUSED = {
+    "pipe": "PipeSGD reduces gradients over all workers",
+    "ssgd": "SSGD reduces gradients over all workers",
+    "average": 'optimizer_state="average": the optimizer state of a sharded model stays local',
+    "hsdp": "is replicated over a dimension of its mesh (HSDP)",
+    "all": "the model is sharded over all 4 workers, so none can step alone",
+    "alone": "the model is sharded over one worker, so each holds a whole one",
+    "weights": "the workers of ranks [0, 1] share a model, whose gradients are averaged with equal weights, got [1.0, 2.0]",
+    "part": "is not sharded, so its gradient is not summed inside the node",
+    "two meshes": "use one mesh for all",
+    "optimizer": "build the optimizer from this model's parameters()",
+    "other group": "inner has the ranks [0, 2], the model is sharded over [0, 1]",
+    "no group": "inner=4 is not a process group with this worker",
+    "periods": "the workers of ranks [0, 1] share a node but differ in period",
+}
+
+
+def refused_one_by_one(rank: int) -> dict[str, str]:
+    said = {}
+    for what in REFUSED:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            refused(rank, what)
+        said[what] = str(caught.value)
+    return said
+
+
+def test_a_mistake_is_one_clear_line_on_every_worker() -> None:
+    for said in run_workers(4, refused_one_by_one, fresh=True):
+        for what, line in REFUSED.items():
+            # Who is somewhere else names ranks of its own.
+            assert line in said[what] or (what == "other group" and said[what].startswith("inner has the ranks")), said[what]
+            assert "\n" not in said[what]
