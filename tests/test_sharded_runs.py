@@ -110,7 +110,7 @@ def test_the_simulation_knows_that_a_worker_sends_its_shard_and_gathers_nothing(
         found[shard] = _parcels(config, cluster)
     flat = _parcels(load_config([profile, "cluster.shard=null", "cluster.workers_per_replica=1"]), cluster)
     whole, fsdp, zero1 = found["null"], found["fsdp"], found["zero1"]
-    assert fsdp.parts[0].num_bytes == whole.parts[0].num_bytes < flat.parts[0].num_bytes / 4
+    assert fsdp.parts[0].sent_bytes == whole.parts[0].sent_bytes < flat.parts[0].sent_bytes / 4
     assert fsdp.parts[0].seconds < whole.parts[0].seconds
     assert zero1.inside_seconds == whole.inside_seconds
     assert fsdp.inside_seconds == pytest.approx(1.5 * whole.inside_seconds)

@@ -14,7 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cocod_accel import AsynLocalSGD, Checkpoints, CoCoDSGD, LocalSGD, attach, export_model, node_mpu
+from cocod_accel import (
+    SSGD,
+    AsynLocalSGD,
+    Checkpoints,
+    CoCoDSGD,
+    LocalSGD,
+    PipeSGD,
+    attach,
+    export_model,
+    node_mpu,
+)
 from cocod_accel.sync.deepspeed import prepare_for_cpu
 from tests import loops, reference
 from tests.test_fsdp import check_turns, collectives_in_turns
@@ -75,13 +85,15 @@ class Case:
 CASES = {
     "zero1 cocod": Case(1),
     "zero1 local": Case(1, "local"),
+    "zero1 asynlocal": Case(1, "asynlocal", period=2),
+    "zero2 cocod": Case(2),
     "zero2 cocod, accumulation and clipping": Case(2, accumulated=2, clipping=0.05),
     "zero2 local": Case(2, "local"),
     "zero2 asynlocal": Case(2, "asynlocal", period=2),
     "zero2 offloaded": Case(2, offload=True),
-    "zero3 cocod, parameters kept whole": Case(3),
+    "zero3 cocod": Case(3),
     "zero3 cocod, nothing kept whole": Case(3, whole_below=0),
-    "zero3 local, clipping": Case(3, "local", clipping=0.05),
+    "zero3 local": Case(3, "local", clipping=0.05),
     "zero3 asynlocal": Case(3, "asynlocal", period=2),
     "zero3 offloaded": Case(3, offload=True),
 }
@@ -191,7 +203,14 @@ def train_all(rank: int, cases: dict[str, Case]) -> Any:
 
     type(get_accelerator()).is_fp16_supported = lambda self: True
     mpu = node_mpu(2)
-    return {name: train(deepspeed, rank, mpu, case) for name, case in cases.items()}
+    found = {name: train(deepspeed, rank, mpu, case) for name, case in cases.items()}
+    for stage in (1, 2, 3):
+        engine = make_engine(deepspeed, mpu, Case(stage))
+        for algorithm in (SSGD(), PipeSGD()):
+            with pytest.raises(ValueError, match="reduces gradients over all workers") as caught:
+                attach(engine, engine.optimizer, algorithm, inner=mpu)
+            found[f"zero{stage} {algorithm.name}"] = str(caught.value)
+    return found
 
 
 @functools.cache
@@ -225,9 +244,12 @@ def serial(case: Case) -> reference.Trace:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", [*(f"zero{stage} {name}" for stage in (1, 2, 3) for name in ("ssgd", "pipe")), *CASES])
 @pytest.mark.timeout(200)
 def test_engines_equal_the_serial_reference(name: str) -> None:
+    if name not in CASES:
+        assert all("its node; use CoCoDSGD" in worker[name] and "\n" not in worker[name] for worker in results())
+        return
     case, expected = CASES[name], serial(CASES[name])
     for rank, worker in enumerate(results()):
         trace, final, rounds = worker[name]

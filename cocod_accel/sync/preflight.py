@@ -311,8 +311,8 @@ def _shards_of(module: nn.Module, engine: Any, algorithm: Algorithm, inner: Any)
         return None
     if algorithm.reduces_gradients:
         raise ValueError(
-            f"{type(algorithm).__name__} reduces gradients over all workers, but a sharded model's are reduced inside its "
-            "node; use CoCoDSGD, LocalSGD or AsynLocalSGD"
+            f"{type(algorithm).__name__} reduces gradients over all workers, but a sharded model's are reduced inside "
+            "its node; use CoCoDSGD, LocalSGD or AsynLocalSGD"
         )
     if algorithm.optimizer_state == "average":
         raise ValueError(
