@@ -39,8 +39,8 @@ def check_settings(stage: int, fp16: bool, bf16: bool) -> None:
     """Refuse what a DeepSpeed configuration says before an engine is made of it."""
     if stage > 0:
         why = "no worker holds a whole optimizer state, so none can step alone"
-        fix = '"stage": 0, or shard inside nodes: initialize(mpu=node_mpu(size)), and attach(inner=mpu)'
-        raise ValueError(f"zero_optimization.stage={stage}: {why}; use {fix}")
+        fix = 'use "stage": 0, or shard inside nodes (node_mpu and attach(inner=), or cluster.shard)'
+        raise ValueError(f"zero_optimization.stage={stage}: {why}; {fix}")
     for name, is_on in (("fp16.enabled", fp16), ("bf16.enabled", bf16)):
         if is_on:
             why = "the engine trains copies of the parameters and communicates in every step"

@@ -188,7 +188,8 @@ class ZeroShards:
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         kept_whole = self._zero.persistent_parameters
         if kept_whole:
-            kept_whole[0].all_gather(kept_whole)
+            gather = kept_whole[0].all_gather  # the engine's own
+            gather(kept_whole)
 
     def held(self) -> dict[str, Tensor]:
         found = {f"partition {index}": partition.detach() for index, partition in enumerate(self.partitions)}
