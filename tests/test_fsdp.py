@@ -579,6 +579,35 @@ def test_what_was_gathered_before_a_merge_is_not_used_after_it() -> None:
     run_workers(4, evaluated, "skipped step", fresh=True)
 
 
+def with_nothing(rank: int) -> Any:
+    """The second worker of a node holds nothing at all, so it cannot tell by itself whether gradients were dropped."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model: Any = fully_shard(nn.Linear(6, 1, bias=False).double(), mesh=mesh_of(2)["shard"])
+    optimizer = OPTIMIZERS["adamw"](model)
+    sync = attach(model, optimizer, CoCoDSGD(2), weight=WEIGHTS[rank // 2])
+    attempts = []
+    for step in range(6):
+        for part in (0, 1):
+            x, y = loops.make_batch(rank, 2 * step + part)
+            loops.loss_of(model, x, y[:, :1]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # gradients are not what they were after backward
+        optimizer.step()
+        attempts.append(sync.attempts)
+        optimizer.zero_grad()
+    sync.finish()
+    return attempts, [value.numel() for value in shards_of(model)], whole(model)
+
+
+def test_a_worker_without_any_parameters_counts_like_its_mate() -> None:
+    results = run_workers(4, with_nothing, fresh=True)
+    assert [sizes for _, sizes, _ in results] == [[6], [0]] * 2
+    for attempts, _, final in results:
+        assert attempts == [1, 2, 3, 4, 5, 6]
+        assert all(torch.equal(a, b) for a, b in zip(final, results[0][2], strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
