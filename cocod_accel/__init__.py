@@ -29,13 +29,16 @@ try:
     )
     from cocod_accel.averaging.rules import Outer
     from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
+    from cocod_accel.checkpoint.export import export_model
     from cocod_accel.checkpoint.files import CheckpointError
     from cocod_accel.sharding.loader import pass_through
     from cocod_accel.sharding.plan import WorkPlan, plan_workers
     from cocod_accel.sharding.sampler import ShardSampler
     from cocod_accel.sharding.speeds import Measured, measure_speeds
     from cocod_accel.sync.attach import attach
+    from cocod_accel.sync.prepare import node_parallelism, zero_inside
     from cocod_accel.sync.sync import Stats, Sync
+    from cocod_accel.sync.zero import node_mpu
 finally:
     if _collects:
         gc.enable()
@@ -60,7 +63,11 @@ __all__ = [
     "Sync",
     "WorkPlan",
     "attach",
+    "export_model",
     "measure_speeds",
+    "node_mpu",
+    "node_parallelism",
     "pass_through",
     "plan_workers",
+    "zero_inside",
 ]

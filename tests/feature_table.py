@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cocod_accel import ALGORITHMS
-from tests import test_accelerate, test_deepspeed, test_features
+from tests import test_accelerate, test_deepspeed, test_features, test_fsdp, test_zero
 
 #: Stands for an algorithm's name in the id of a test.
 NAME = "NAME"
+
+
+_SHARDED = "Gradients are reduced over all workers, and those of a sharded model are reduced inside its node"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ def rows() -> Iterator[Row]:
     yield Row("gradient accumulation (`accelerator.accumulate`)", _id(test, f"{NAME}-{test_accelerate.MICRO_BATCHES}"))
     for mode in test_deepspeed.MODES:
         yield Row(f"DeepSpeed stage 0, {mode}", _id(test_deepspeed.test_an_engine_trains_like_ddp, f"{mode}-{NAME}"))
+    refused = dict.fromkeys(("ssgd", "pipe"), _SHARDED)
+    yield Row("FSDP2 inside a node", _id(test_fsdp.test_sharded_nodes_equal_the_serial_reference, NAME), refused)
+    for stage in (1, 2, 3):
+        test = test_zero.test_engines_equal_the_serial_reference
+        yield Row(f"DeepSpeed ZeRO {stage} inside a node", _id(test, f"zero{stage} {NAME}"), refused)
 
 
 def _id(test: Callable[..., None], case: str) -> str:

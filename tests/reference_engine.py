@@ -33,6 +33,7 @@ class Case:
     node_size: int = 1
     optimizer: str = "momentum"
     delay: int | None = None
+    sharded: bool = False  # the workers of a node share its model out, as FSDP2 does, and each codes its own shard
 
     def num_steps(self, node: int, num_rounds: int) -> int:
         steps = 0
@@ -57,6 +58,27 @@ class SerialPart:
         self.due: int | None = None  # the step after which it is merged, if not where it is launched again
         self.e = [zero.clone() for _ in models]
         self.owned = zero.clone()
+        #: What each worker of a node codes, and in how many chunks.
+        self.num_chunks = len(models) * (1 if case.sharded else case.node_size)
+        self.places = [torch.arange(len(zero))]
+        if case.sharded:
+            begin, numbered = 0, []
+            for index in indices:
+                shape = list(models[0].parameters())[index].shape
+                numbered.append(torch.arange(begin, begin + shape.numel()).view(shape))
+                begin += shape.numel()
+            self.places = [
+                torch.cat(
+                    [rows[place].flatten() for rows in (n.chunk(case.node_size) for n in numbered) if place < len(rows)]
+                )
+                for place in range(case.node_size)
+            ]
+
+    def coded(self, values: Tensor) -> Tensor:
+        result = torch.zeros_like(values)
+        for place in self.places:
+            result[place] = coded_chunks(self.case.payload, values[place], self.num_chunks)
+        return result
 
     def flat(self, node: int) -> Tensor:
         parameters = list(self.models[node].parameters())
@@ -80,12 +102,11 @@ class SerialPart:
         if self.case.payload == "fp32":
             self.in_flight = self.mean(sent)
         else:
-            num_chunks = len(self.models) * self.case.node_size
             wanted = [u + e for u, e in zip(sent, self.e, strict=True)]
-            codes = [coded_chunks(self.case.payload, v, num_chunks) for v in wanted]
+            codes = [self.coded(v) for v in wanted]
             self.e = [v - q for v, q in zip(wanted, codes, strict=True)]
             total = weighted_mean(codes, self.w) + self.owned
-            self.in_flight = coded_chunks(self.case.payload, total, num_chunks)
+            self.in_flight = self.coded(total)
             self.owned = total - self.in_flight
         self.waiting = set(range(len(self.models)))
         self.since_launch = [torch.zeros_like(u) for u in sent]

@@ -95,7 +95,7 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
     def computed(self: Recorder, start: Moment | None) -> None:
         noted(self, start)
         with (self.folder.path / f"trace_{rank}.jsonl").open("a") as file:
-            file.write(json.dumps([self.worker.step, model_digest(self.worker.module)]) + "\n")
+            file.write(json.dumps([self.worker.step, model_digest(self.worker.module.state_dict())]) + "\n")
         # Two steps after the checkpoint, so that something is lost and must be done again.
         if stop is not None and stop[0] == "kill" and rank == 1 and self.worker.step == stop[1] + 2:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -31,7 +31,7 @@ PAGES = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/tutorials").glob("*.md"))),
 ]
 #: A minute or more each: ``make test`` only checks their commands, and ``make test-slow`` follows them.
-SLOW_PAGES = ("docs/tutorials/choose_period.md", "docs/tutorials/compare.md", "docs/tutorials/mixed_gpus.md")
+SLOW_PAGES = tuple(f"docs/tutorials/{page}.md" for page in ("choose_period", "compare", "mixed_gpus", "sharded"))
 #: What one block may take, on a machine that is busy with other things.
 BLOCK_SECONDS, PAGE_SECONDS = 180, 500
 #: Set up or test everything: that make knows how is enough here.

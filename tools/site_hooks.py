@@ -47,7 +47,8 @@ API = {
     "Attaching": ("attach", "Sync", "Stats"),
     "Algorithms": ("Algorithm", "SSGD", "PipeSGD", "LocalSGD", "CoCoDSGD", "AsynLocalSGD", "Outer", "ALGORITHMS"),
     "Batches by speed": ("measure_speeds", "Measured", "plan_workers", "WorkPlan", "ShardSampler", "pass_through"),
-    "Checkpoints": ("Checkpoints", "Resumed", "CheckpointError"),
+    "Checkpoints": ("Checkpoints", "Resumed", "CheckpointError", "export_model"),
+    "Sharded models": ("node_mpu", "node_parallelism", "zero_inside"),
 }
 #: What a loop calls of a class whose other methods are there for the trainer.
 CALLS = {

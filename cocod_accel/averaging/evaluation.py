@@ -12,15 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.flat import FlatCopy, floating, in_pieces
+from cocod_accel.averaging.flat import FlatCopy, as_real, floating, in_pieces, payload_dtype
 from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
 from cocod_accel.averaging.part import Part
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.handles import Handle
 
-# What a mean takes beside the model, and what one collective of it sends.
-_PIECE_BYTES = 64 << 20
+# What a mean takes beside the model, and what one collective of it sends: a sixteenth of the model, within these bounds.
+_LEAST_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
+_NUM_PIECES = 16
+
+
+def _piece_bytes(parameters: Sequence[Tensor]) -> int:
+    total = sum(real.numel() * payload_dtype(real.dtype).itemsize for real in map(as_real, parameters))
+    return max(_LEAST_BYTES, min(total // _NUM_PIECES, _MOST_BYTES))
 
 
 @dataclass
@@ -97,7 +103,7 @@ class Evaluation:
 
     def _average_in_pieces(self) -> None:
         self._number += 1
-        pieces, buffers = in_pieces(self._parameters, _PIECE_BYTES), floating(self._buffers())
+        pieces, buffers = in_pieces(self._parameters, _piece_bytes(self._parameters)), floating(self._buffers())
         for number, piece in enumerate(pieces, start=1):
             self._take(self._launch(piece, buffers if number == len(pieces) else ()))
 

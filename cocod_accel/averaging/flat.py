@@ -27,9 +27,25 @@ def payload_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This worker's shard of a tensor that its node shares out (a ``DTensor``); others as they are."""
+    shard: Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if shard is None else shard
+
+
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as the pairs of reals it consists of; others as they are."""
+    """What this worker holds of a tensor; a complex one as the pairs of reals it consists of."""
+    tensor = local(tensor)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def whole_size(tensor: Tensor) -> int:
+    """How many reals a tensor has, whatever this worker holds of it: the same on all workers.
+
+    A plain tensor that is a shard says so with an attribute of this name.
+    """
+    size: int | None = getattr(tensor, "whole_size", None)
+    return tensor.numel() * (2 if tensor.is_complex() else 1) if size is None else size
 
 
 def floating(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -77,12 +93,14 @@ class Segment:
     sources: list[Tensor]
     is_extra: bool
 
+    @cached_property
+    def _is_plain(self) -> bool:
+        return all(as_real(source) is source for source in self.sources)
+
     @property
     def tensors(self) -> list[Tensor]:
-        # Looked up at every use: a parameter's storage may have been replaced (p.data = ...) since it was flattened.
-        if any(source.is_complex() for source in self.sources):
-            return [as_real(source) for source in self.sources]
-        return self.sources
+        # Looked up at every use: a parameter's storage (p.data = ...) or shard may have been replaced meanwhile.
+        return self.sources if self._is_plain else [as_real(source) for source in self.sources]
 
 
 def balanced_cuts(sizes: Sequence[int], num_parts: int) -> list[slice]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocod_accel.averaging.drift import Drift, DriftHistory
 from cocod_accel.averaging.evaluation import Evaluation
-from cocod_accel.averaging.flat import as_real, balanced_cuts, floating
+from cocod_accel.averaging.flat import balanced_cuts, floating, whole_size
 from cocod_accel.averaging.header import Kind
 from cocod_accel.averaging.part import Part
 from cocod_accel.averaging.polls import Ballot
@@ -44,7 +44,7 @@ class Replica:
         self.parameters = list(parameters)
         self.buffers = buffers
         self.route = route
-        sizes = [as_real(parameter).numel() for parameter in self.parameters]
+        sizes = [whole_size(parameter) for parameter in self.parameters]
         cuts = balanced_cuts(sizes, num_parts) if num_parts > 1 else [slice(None)]
         self.parts = [Part(self.parameters[these], route, rule=rule, codec=codec) for these in cuts]
         #: The optimizer state of some parameters, averaged by value with them, except for evaluation; None: it stays local.

@@ -36,6 +36,7 @@ from cocod_accel.checkpoint.files import (
 from cocod_accel.checkpoint.merge import merged
 from cocod_accel.checkpoint.rng import random_state, set_random_state
 from cocod_accel.checkpoint.schema import check_tree
+from cocod_accel.checkpoint.sharded import held, load_held, load_optimizer, optimizer_state, whole_optimizers
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.sync.ddp import unwrap
 from cocod_accel.sync.deepspeed import engine_state, load_engine_state
@@ -79,8 +80,9 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         self._sync, self._subject = sync, sync.subject
-        # accelerate would have DeepSpeed write (and unpickle) worker 0's state; all there is of it is here.
-        self._accelerator: Any = accelerator if self._subject.engine is None else None
+        # accelerate would have DeepSpeed write (and unpickle) worker 0's state, and FSDP gather it; all there is is here.
+        is_own = self._subject.engine is not None or self._subject.shards is not None
+        self._accelerator: Any = None if is_own else accelerator
         self._group = self._subject.group
         self._rank, self._num_workers = sync.rank, sync.num_workers
         self._scaler: Any = scaler if scaler is not None else getattr(accelerator, "scaler", None)
@@ -192,14 +194,13 @@ class Checkpoints:
 
     def write_worker(self, folder: str | Path) -> None:
         """This worker's part of a checkpoint that somebody else puts together. Not collective."""
-        module = self._subject.module
-        with self._sync.reminder.quiet():
-            model = dict(module.state_dict())
+        with self._sync.reminder.quiet(), whole_optimizers(self._subject):
+            model, buffers = held(self._subject)
+            optimizers = [optimizer_state(optimizer) for optimizer in self._subject.optimizers]
         tree = {
             "model": model,
-            # Non-persistent buffers are no part of a state_dict, but they are part of where this worker is.
-            "buffers": {name: value for name, value in module.named_buffers() if name not in model},
-            "optimizers": [optimizer.state_dict() for optimizer in self._subject.optimizers],
+            "buffers": buffers,
+            "optimizers": optimizers,
             "kinds": [type(optimizer).__name__ for optimizer in self._subject.optimizers],
             "custom": [thing.state_dict() for thing in self._custom_objects],
             "schedulers": [_packable(thing.state_dict()) for thing in getattr(self._accelerator, "_schedulers", [])],
@@ -277,7 +278,8 @@ class Checkpoints:
         """
         manifest = read_manifest(path)
         num_workers = len(manifest["weights"])
-        own = {worker_file(self._rank)} if num_workers == self._num_workers else set(manifest["files"])
+        mixed = self._mixed(manifest)
+        own = {worker_file(rank) for rank in ([self._rank] if num_workers == self._num_workers else mixed)}
         shared = {name for name in manifest["files"] if not name.startswith("worker_")} if self._rank == 0 else set()
         check_files(path, manifest, own | shared)
         if self._rank == 0:
@@ -291,9 +293,10 @@ class Checkpoints:
             raise ValueError(f"was saved with {saved}, but {attached} is attached")
         tree: Any = None
         # All of them are needed for their mean; the first one's is looked at last, because its position counts.
-        for rank in [self._rank] if num_workers == self._num_workers else reversed(range(num_workers)):
+        for rank in [self._rank] if num_workers == self._num_workers else reversed(mixed):
             tree = packing.read(path / worker_file(rank))
-            check_tree(tree, self._subject.module, self._subject.optimizers)
+            with whole_optimizers(self._subject):
+                check_tree(tree, *held(self._subject), self._subject.optimizers)
             self._check_rest(tree, num_workers)
             if check is not None:
                 check(tree["position"])
@@ -306,6 +309,18 @@ class Checkpoints:
         own = f"random_states_{self._rank}.pkl"
         names = [name for name in manifest["files"] if name.endswith((".bin", ".pkl"))]
         return [name for name in names if name == own or not name.startswith("random_states_")]
+
+    def _mixed(self, manifest: dict[str, Any]) -> list[int]:
+        """The workers whose states are mixed for this one: all of them, or those that held the same shard."""
+        if self._subject.shards is None:
+            return list(range(len(manifest["weights"])))
+        here = next(node for node in self._sync.nodes if self._rank in node)
+        if any(len(node) != len(here) for node in manifest["nodes"]):
+            raise ValueError(
+                f"was saved by nodes of {len(manifest['nodes'][0])} workers, here {len(here)} share a model; use nodes of "
+                "that size, or start from an exported model"
+            )
+        return [node[here.index(self._rank)] for node in manifest["nodes"]]
 
     def _check_rest(self, tree: Any, num_workers: int) -> None:
         """What this run has besides a model and its optimizers."""
@@ -346,7 +361,8 @@ class Checkpoints:
         trees: list[Any] = []
 
         def mix() -> None:
-            tree = merged([path / worker_file(rank) for rank in range(len(weights))], weights)
+            mixed = self._mixed(read_manifest(path))
+            tree = merged([path / worker_file(rank) for rank in mixed], [weights[rank] for rank in mixed])
             self._load_merged(tree)
             trees.append(tree)
 
@@ -364,9 +380,10 @@ class Checkpoints:
                 scheduler.load_state_dict(state)
         if self._scaler is not None:
             self._scaler.load_state_dict(tree["scaler"])
-        self._load_model(tree)
-        for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+        load_held(self._subject, tree)
+        with whole_optimizers(self._subject):
+            for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+                load_optimizer(optimizer, state)
         self._sync.load_state_dict(without_averages(tree["sync"], self._sync.nodes))
 
     def _load_hook(self, models: list[nn.Module], folder: str) -> None:
@@ -379,13 +396,14 @@ class Checkpoints:
     def read_worker(self, folder: str | Path) -> None:
         """What :meth:`write_worker` wrote; random numbers are left to the caller. Not collective."""
         tree = packing.read(Path(folder) / worker_file(self._rank))
-        self._load_model(tree)
+        load_held(self._subject, tree)
         prepared = [wrapper.optimizer for wrapper in getattr(self._accelerator, "_optimizers", [])]
-        for number, (optimizer, state) in enumerate(zip(self._subject.optimizers, tree["optimizers"], strict=True)):
-            if any(optimizer is other for other in prepared):
-                self._next_states[number] = state  # accelerate is about to load worker 0's
-            else:
-                optimizer.load_state_dict(state)
+        with whole_optimizers(self._subject):
+            for number, (optimizer, state) in enumerate(zip(self._subject.optimizers, tree["optimizers"], strict=True)):
+                if any(optimizer is other for other in prepared):
+                    self._next_states[number] = state  # accelerate is about to load worker 0's
+                else:
+                    load_optimizer(optimizer, state)
         self._sync.load_state_dict(tree["sync"])
         load_engine_state(self._subject.engine, tree["engine"])
         if self._scaler is not None and tree["scaler"] is not None:
@@ -394,13 +412,6 @@ class Checkpoints:
 
     def _next_state(self, number: int, _: torch.optim.Optimizer, given: dict[str, Any]) -> Any:
         return self._next_states.pop(number, None)
-
-    def _load_model(self, tree: Any) -> None:
-        module = self._subject.module
-        module.load_state_dict(tree["model"])
-        with torch.no_grad():
-            for name, value in tree["buffers"].items():
-                module.get_buffer(name).copy_(value)
 
     def _index_in(self, models: Sequence[nn.Module]) -> int | None:
         found = [index for index, model in enumerate(models) if unwrap(model)[0] is self._subject.module]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cocod_accel.comm.agreement import bytes_of
 
 _KEY = "cocod_accel"
 _PIECE_ELEMENTS = 1 << 24
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -33,16 +34,21 @@ def write(path: Path, tree: Any) -> None:
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for _, tensor in ordered:
-            for piece in tensor.detach().reshape(-1).split(_PIECE_ELEMENTS):
-                file.write(bytes_of(piece))
+            for piece in pieces_of(tensor):
+                file.write(piece)
     flush(path)
+
+
+def pieces_of(tensor: Tensor) -> Iterator[Any]:
+    """Its bytes, a piece at a time."""
+    return (bytes_of(piece) for piece in tensor.detach().reshape(-1).split(_PIECE_ELEMENTS))
 
 
 def check(tree: Any) -> None:
@@ -83,8 +89,8 @@ def digest(path: Path) -> str:
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        if value.dtype not in _DTYPES:
-            raise TypeError(f"a tensor of {value.dtype} cannot be saved; use one of {', '.join(map(str, _DTYPES))}")
+        if value.dtype not in DTYPES:
+            raise TypeError(f"a tensor of {value.dtype} cannot be saved; use one of {', '.join(map(str, DTYPES))}")
         name = f"t{len(tensors)}"
         tensors[name] = value
         return {"tensor": name}

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from cocod_accel.averaging.flat import local
 from cocod_accel.sync.states import readable
 
 #: Larger counts are no counts, and would not fit where they are going.
@@ -172,12 +173,13 @@ _TREE = record(
 )
 
 
-def check_tree(tree: Any, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse what one worker has written, if it does not fit a model and its optimizers."""
+def check_tree(
+    tree: Any, model: dict[str, Any], buffers: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Refuse what one worker has written, if it does not fit what this one holds of a model, and its optimizers."""
     _TREE(tree, "its state")
-    model = module.state_dict()
     check_model(model, tree["model"])
-    check_model({name: value for name, value in module.named_buffers() if name not in model}, tree["buffers"])
+    check_model(buffers, tree["buffers"])
     here = [type(optimizer).__name__ for optimizer in optimizers]
     if tree["kinds"] != here:
         raise ValueError(f"was saved with {', '.join(tree['kinds'])}, but this run has {', '.join(here)}")
@@ -218,7 +220,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Any, where: str) -
         if missing:
             fail(f"{name}.{sorted(missing)[0]}", "is missing")
     shapes = {
-        index: parameter.shape
+        index: local(parameter).shape
         for group, real in zip(groups, optimizer.param_groups, strict=True)
         for index, parameter in zip(group["params"], real["params"], strict=True)
     }

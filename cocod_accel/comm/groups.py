@@ -283,8 +283,11 @@ class Channels:
         exchanges: bool = False,
         device: torch.device = _HOST,
         ctas: int | None = None,
+        sharded: bool = False,
     ) -> Channels:
         """For a worker with these ranks on its node and in its place on all nodes. Every worker of ``group`` calls this.
+
+        ``sharded``: the workers of a node hold different shards of its model, so each sums all that it has.
 
         ``ctas``: of an NCCL kernel between nodes, beside which something is computed; None: as many as NCCL likes.
         """
@@ -306,7 +309,8 @@ class Channels:
         for comm in (TorchComm(inside, gathers), everyone):
             comm.warm_up(device)
         seat = Seat.of(gathers) if is_seated else None
-        return cls(TwoLevelComm(outer, gathers, seat), TorchComm(inside, is_seated=is_seated), everyone)
+        between_nodes = outer if sharded else TwoLevelComm(outer, gathers, seat)
+        return cls(between_nodes, TorchComm(inside, is_seated=is_seated), everyone)
 
     @classmethod
     def alone(cls) -> Channels:

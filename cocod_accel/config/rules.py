@@ -29,6 +29,7 @@ def validate(config: Config) -> None:
     _validate_algorithm(config)
     _validate_cluster(config)
     _validate_nodes(config)
+    _validate_shard(config)
     _validate_slowdown(config)
     skew, across = config.task.label_skew, config.cluster.shuffle == "across"
     require(skew is None or not across, "task.label_skew", skew, "requires fixed shards; use cluster.shuffle=within")
@@ -175,6 +176,24 @@ def _validate_nodes(config: Config) -> None:
         speeds = [] if cluster.speeds == MEASURE else config.speeds
         uneven = cluster.speeds == MEASURE or any(speed != speeds[i - i % size] for i, speed in enumerate(speeds))
         require(not uneven, key, size, f"with {name} requires equal cluster.speeds inside each node")
+
+
+def _validate_shard(config: Config) -> None:
+    cluster, key, shard = config.cluster, "cluster.shard", config.cluster.shard
+    if shard is None:
+        return
+    size = cluster.workers_per_replica
+    require(size > 1, key, shard, "shares a model between the workers of a node; set cluster.workers_per_replica above 1")
+    # Both train whole models on one worker, to time it.
+    require(cluster.speeds != MEASURE, key, shard, "models are not measured on one worker; give cluster.speeds as a list")
+    require(not config.has_auto_code, key, shard, "requires a payload and a delay that are stated")
+    state = config.algorithm.optimizer_state
+    require(state != "average", "algorithm.optimizer_state", state, "is not averaged of sharded models; use keep or reset")
+    speeds = config.speeds
+    uneven = cluster.proportional and any(speed != speeds[i - i % size] for i, speed in enumerate(speeds))
+    require(not uneven, key, shard, "requires equal batches, so equal cluster.speeds, inside each node")
+    every = cluster.replan_epochs
+    require(every is None, "cluster.replan_epochs", every, "is not supported with cluster.shard; use null")
 
 
 def _validate_slowdown(config: Config) -> None:

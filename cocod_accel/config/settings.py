@@ -174,6 +174,9 @@ class ClusterConfig:
     #: Workers per node, with consecutive ranks: they sum their gradients in every step, and the algorithm runs between
     #: nodes. 1: each worker is a node.
     workers_per_replica: int = field(default=1, metadata=at_least(1))
+    #: How the workers of a node share its model, its gradients and optimizer state: fsdp (FSDP2), or DeepSpeed's zero1,
+    #: zero2, zero3; null: each holds all of it.
+    shard: str | None = field(default=None, metadata=one_of("fsdp", "zero1", "zero2", "zero3"))
     #: Give faster workers larger batches and shards (section 3.2 of the paper).
     proportional: bool = False
     #: Keep the sum of all batches at this number; null: the slowest worker takes batch_size.

@@ -166,10 +166,11 @@ class Cluster:
             return seconds
         return seconds * _modelled_seconds(network, num_bytes, workers) / _modelled_seconds(network, num_bytes, measured)
 
-    def between_seconds(self, num_bytes: float, node_size: int) -> float:
+    def between_seconds(self, num_bytes: float, node_size: int, *, gathers: bool = True) -> float:
         """A model's average between nodes of ``node_size`` workers, each of which sums a share of it with its peers.
 
-        Then every node gathers the shares. With nodes of one worker that is a sum over all.
+        Then every node ``gathers`` the shares, unless they are all that its workers hold. With nodes of one worker that is a
+        sum over all.
         """
         if node_size == 1:
             return self.allreduce_seconds(num_bytes)
@@ -179,7 +180,7 @@ class Cluster:
         network, inner = self.network, self._inner(node_size)
         # As many shares pass a link as workers share it.
         through = num_bytes * network.workers_per_node / node_size
-        gathering = (node_size - 1) * (inner.alpha + num_bytes / node_size / inner.beta)
+        gathering = (node_size - 1) * (inner.alpha + num_bytes / node_size / inner.beta) if gathers else 0.0
         modelled = _ring_seconds(Wire(network.latency_us, network.bandwidth_gbit), through, num_nodes) + gathering
         return modelled * self._measured_over_modelled(num_bytes)
 

@@ -181,7 +181,7 @@ class Learning:
 
     def outcome(self) -> Outcome:
         """After all rows: what is known of the run."""
-        digests = {model_digest(learner.model) for learner in self._learners}
+        digests = {model_digest(learner.model.state_dict()) for learner in self._learners}
         if len(digests) != 1:
             raise RuntimeError(
                 "the workers' models differ after the last average; please report this with the configuration"

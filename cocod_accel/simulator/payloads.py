@@ -48,7 +48,7 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
         raise ConfigError(
             f"algorithm.fragments={algorithm.fragments}: is more than the model's {len(parameters)} trainable parameters"
         )
-    node_size = config.cluster.workers_per_replica
+    node_size, shard = config.cluster.workers_per_replica, config.cluster.shard
     num_nodes = cluster.num_workers // node_size
     num_states = _num_states(config) if algorithm.optimizer_state == "average" else 0
 
@@ -56,7 +56,7 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
         payloads = [_bytes_of(tensors) for tensors in collectives]
         own = [[part for tensor in tensors for part in shares(tensor, 0, node_size)] for tensors in collectives]
         return Parcel(
-            sum(cluster.between_seconds(size, node_size) for size in payloads if size),
+            sum(cluster.between_seconds(size, node_size, gathers=shard is None) for size in payloads if size),
             sum(ring_bytes(tensors, num_nodes) for tensors in own),
             cluster.coding_seconds(algorithm.payload, sum(as_real(tensor).numel() for tensor in coded)),
         )
@@ -79,6 +79,8 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
     final = parcel(FlatCopy(parameters, buffers + parameters * num_states).buffers)
     # Behind their backward, as those of S-SGD.
     inside = (1 - cluster.gradient_overlap) * cluster.inside_seconds(_bytes_of(parameters), node_size)
+    if shard in ("fsdp", "zero3"):  # gathered for the forward and again for the backward; gradients are scattered
+        inside *= 1.5
     return Parcels(gradients, tuple(parts), final, inside)
 
 

@@ -35,13 +35,14 @@ def attach(
     """Train ``model`` with ``algorithm`` in a loop that stays as it is.
 
     Args:
-        model: a ``DistributedDataParallel`` model, as ``accelerator.prepare`` or torch makes it; compiled or not. With
-            one process a bare module will do.
+        model: a ``DistributedDataParallel`` model, as ``accelerator.prepare`` or torch makes it; compiled or not. Or a
+            model that ``fully_shard`` shares out over the workers of a node. With one process a bare module will do.
         optimizer: the optimizer that trains it, bare or prepared; or a list of them.
         algorithm: e.g. ``CoCoDSGD(period=5)``. The same on every worker.
         weight: this worker's batch size M_i; the mean model is sum_j M_j x_j / sum_j M_j.
         inner: the process group of the workers on this worker's node. They sum their gradients in every step, and the
-            algorithm runs between nodes. Groups must be of equal size.
+            algorithm runs between nodes. Groups must be of equal size. Of a sharded model: the group or device mesh that
+            it is sharded over, which can be left out.
         ctas: how many blocks of threads (CTAs) an average between nodes may occupy on a GPU, with NCCL; None: its choice.
         offload: "cpu": what only the end of a round needs waits in the host's memory, the model at its start and what a
             codec's rounding has dropped. On a GPU that memory is pinned.
@@ -72,7 +73,13 @@ def attach(
         if not all(report.has_channels for report in reports):  # the same answer on every worker
             _, exchanges, few = router.channels_of = subject.channels
             router.channels = Channels.open(
-                group, nodes.node_ranks, nodes.peers, exchanges=exchanges, device=subject.device, ctas=few
+                group,
+                nodes.node_ranks,
+                nodes.peers,
+                exchanges=exchanges,
+                device=subject.device,
+                ctas=few,
+                sharded=subject.shards is not None,
             )
         assert router.channels is not None
         channels = router.channels

@@ -29,11 +29,10 @@ from cocod_accel.sync.deepspeed import is_engine
 
 ROUTERS: "WeakKeyDictionary[DistributedDataParallel, HookRouter]" = WeakKeyDictionary()
 
-_SHARDED_MODEL = "it is sharded, so no worker holds a whole model; use DistributedDataParallel"
+_SHARDED_MODEL = "it shards flat parameters; use fully_shard (FSDP2) over a node, or DistributedDataParallel"
 _SHARDED_OPTIMIZER = "its state is sharded over the workers (ZeRO), so none can step alone; use a plain optimizer"
 _REFUSED = {
     "FullyShardedDataParallel": _SHARDED_MODEL,
-    "FSDPModule": _SHARDED_MODEL,
     "DataParallel": "it is one process; use DistributedDataParallel",
     "ZeROOptimizer": _SHARDED_OPTIMIZER,
     "ZeroRedundancyOptimizer": _SHARDED_OPTIMIZER,

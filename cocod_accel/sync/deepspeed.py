@@ -39,7 +39,8 @@ def check_settings(stage: int, fp16: bool, bf16: bool) -> None:
     """Refuse what a DeepSpeed configuration says before an engine is made of it."""
     if stage > 0:
         why = "no worker holds a whole optimizer state, so none can step alone"
-        raise ValueError(f'zero_optimization.stage={stage}: {why}; use "stage": 0')
+        fix = 'use "stage": 0, or shard inside nodes (node_mpu and attach(inner=), or cluster.shard)'
+        raise ValueError(f"zero_optimization.stage={stage}: {why}; {fix}")
     for name, is_on in (("fp16.enabled", fp16), ("bf16.enabled", bf16)):
         if is_on:
             why = "the engine trains copies of the parameters and communicates in every step"
@@ -138,7 +139,18 @@ def engine_state(engine: Any) -> dict[str, Any] | None:
         return None
     scheduler = engine.lr_scheduler
     state = {name: getattr(engine, name) for name in _ENGINE_COUNTERS}
-    return {**state, "scheduler": scheduler.state_dict() if scheduler is not None else None}
+    return {
+        **state,
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "scaler": _numbers_of(getattr(engine.optimizer, "loss_scaler", None)),
+    }
+
+
+def _numbers_of(scaler: Any) -> dict[str, Any] | None:
+    """What a loss scaler of DeepSpeed's own counts."""
+    if scaler is None:
+        return None
+    return {name: value for name, value in vars(scaler).items() if isinstance(value, int | float)}
 
 
 def load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
@@ -147,3 +159,5 @@ def load_engine_state(engine: Any, state: dict[str, Any] | None) -> None:
             setattr(engine, name, state[name])
         if engine.lr_scheduler is not None and state["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(state["scheduler"])
+        for name, value in (state.get("scaler") or {}).items():
+            setattr(engine.optimizer.loss_scaler, name, value)

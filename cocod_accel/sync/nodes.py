@@ -53,6 +53,10 @@ class Nodes:
         place = self.node_ranks.index(self.rank)
         return tuple(node[place] for node in self.members)
 
+    def first_namesake(self, rank: int) -> int:
+        """The worker in the place of worker ``rank``, on the first node."""
+        return next(self.members[0][node.index(rank)] for node in self.members if rank in node)
+
     @property
     def is_flat(self) -> bool:
         """Whether every worker is alone on its node."""

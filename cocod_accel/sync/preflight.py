@@ -20,13 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, PipeSGD
+from cocod_accel.averaging.flat import local
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import bytes_of
 from cocod_accel.comm.groups import ChannelKey, default_group
 from cocod_accel.sync import deepspeed as engines
 from cocod_accel.sync.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 from cocod_accel.sync.deepspeed import EngineRouter, check_engine, is_engine
+from cocod_accel.sync.fsdp import FsdpShards, is_dtensor, is_fully_sharded
+from cocod_accel.sync.fsdp import router_of as fsdp_router_of
 from cocod_accel.sync.nodes import Nodes
+from cocod_accel.sync.shards import ShardRouter, Shards, check_node, ranks_of
+from cocod_accel.sync.zero import ZeroShards, stage_of
+from cocod_accel.sync.zero import router_of as zero_router_of
 
 #: Modules that an algorithm is attached to now.
 ATTACHED: WeakSet[nn.Module] = WeakSet()
@@ -41,10 +47,10 @@ class Subject:
     ddp: DistributedDataParallel | None
     #: A DeepSpeed engine.
     engine: Any
-    router: HookRouter | EngineRouter | None
+    router: HookRouter | EngineRouter | ShardRouter | None
     optimizers: list[Optimizer]
-    trainable: list[nn.Parameter]
-    frozen: list[nn.Parameter]
+    trainable: list[Tensor]
+    frozen: list[Tensor]
     buffer_shapes: dict[str, torch.Size]
     signature: str
     #: The ranks of this worker's node; (): it has said nothing of nodes.
@@ -53,6 +59,8 @@ class Subject:
     channels: ChannelKey = ((), False, None)
     #: Whether what only the end of a round needs waits in the host's memory.
     offloads: bool = False
+    #: Of a model that its node shares out; None: each worker holds a whole one.
+    shards: Shards | None = None
 
     @property
     def device(self) -> torch.device:
@@ -87,20 +95,21 @@ class Subject:
         if module in ATTACHED:
             raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
         engine = model if is_engine(model) else None
-        if engine is not None:
+        shards = _shards_of(module, engine, algorithm, inner)
+        if engine is not None and shards is None:
             check_engine(engine, algorithm)
-        optimizers = torch_optimizers(optimizer)
+        optimizers = [shards.of_engine(optimizer)] if isinstance(shards, ZeroShards) else torch_optimizers(optimizer)
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         if algorithm.refuses_scaler and any(_is_scaled(item) for item in given):
             raise ValueError(algorithm.refuses_scaler)
-        if ddp is None and engine is None and default_group() is not None:
+        if ddp is None and engine is None and shards is None and default_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
                 "wrap it first: accelerator.prepare(model) or DistributedDataParallel(model)"
             )
         if ddp is not None and ddp.mixed_precision is not None:
             raise ValueError("DDP(mixed_precision=...) keeps a second set of parameters; use torch.autocast instead")
-        node = () if inner is None else _node_of(inner, algorithm, ddp)
+        node = shards.node if shards is not None else () if inner is None else _node_of(inner, algorithm, ddp)
         if isinstance(algorithm, PipeSGD):
             _check_pipe(module, ddp)
         if algorithm.reduces_gradients and ddp is not None and ddp in ROUTERS and ROUTERS[ddp].barrier is not None:
@@ -111,12 +120,20 @@ class Subject:
             raise ValueError(line)
         named = dict(module.named_parameters())
         for name, parameter in named.items():
-            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-                raise TypeError(f"parameter {name} is a sharded DTensor; use DistributedDataParallel")
-        _check_ownership(optimizers, named)
+            if shards is None and is_dtensor(parameter):
+                raise TypeError(
+                    f"parameter {name} is a sharded DTensor; use fully_shard over a node, or DistributedDataParallel"
+                )
+        if not isinstance(shards, ZeroShards):
+            _check_ownership(optimizers, named)
         ignored = ignored_names(ddp)
         kept = {name: parameter for name, parameter in named.items() if name not in ignored}
-        num_trainable = sum(parameter.requires_grad for parameter in kept.values())
+        if shards is not None:
+            trainable, frozen = shards.trainable, shards.frozen
+        else:
+            trainable = [parameter for parameter in kept.values() if parameter.requires_grad]
+            frozen = [parameter for parameter in kept.values() if not parameter.requires_grad]
+        num_trainable = len(trainable)
         if algorithm.fragments > max(1, num_trainable):
             raise ValueError(
                 f"fragments={algorithm.fragments} is more than the model's {num_trainable} trainable parameters, which are "
@@ -127,16 +144,17 @@ class Subject:
             module=module,
             ddp=ddp,
             engine=engine,
-            router=engines.router_of(engine) if engine is not None else None if ddp is None else router_of(ddp),
+            router=_router_of(module, ddp, engine, shards),
             optimizers=optimizers,
-            trainable=[parameter for parameter in kept.values() if parameter.requires_grad],
-            frozen=[parameter for parameter in kept.values() if not parameter.requires_grad],
+            trainable=trainable,
+            frozen=frozen,
             buffer_shapes={name: buffer.shape for name, buffer in module.named_buffers() if name not in ignored},
-            signature=_signature(module, kept),
+            signature=_signature(module, kept, shards),
             node=node,
             # Gradients keep all the links that they can get.
             channels=(node, algorithm.payload != "fp32", None if algorithm.reduces_gradients else ctas),
             offloads=offload is not None,
+            shards=shards,
         )
 
     @property
@@ -194,6 +212,7 @@ class Report:
     #: What :attr:`Algorithm.options` names, in words.
     options: dict[str, str] = field(default_factory=dict)
     has_channels: bool = False
+    is_sharded: bool = False
 
     @classmethod
     def of(cls, subject: Subject | None, algorithm: Algorithm, weight: Any, problem: Exception | None) -> Report:
@@ -210,6 +229,7 @@ class Report:
             own_period=str(algorithm.period),
             options={name: str(getattr(algorithm, name)) for name in algorithm.options},
             has_channels=subject.router is not None and subject.router.channels_of == subject.channels,
+            is_sharded=subject.shards is not None,
         )
 
 
@@ -245,26 +265,72 @@ def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
                 f"workers differ in their models: rank {rank} has other parameters or buffers than rank 0 "
                 "(name, shape, dtype, memory format or requires_grad); build the same model on every worker"
             )
-        if first.frozen_digest != other.frozen_digest:
+    nodes = Nodes.of([report.node for report in reports], rank=0)
+    for rank, other in enumerate(reports):
+        like = nodes.first_namesake(rank) if other.is_sharded else 0
+        if reports[like].frozen_digest != other.frozen_digest:
             raise ValueError(
-                f"workers differ in frozen parameters, which are never sent: rank {rank} has other values than rank 0; "
+                f"workers differ in frozen parameters, which are never sent: rank {rank} has other values than rank {like}; "
                 "load the same weights on every worker"
             )
-    nodes = Nodes.of([report.node for report in reports], rank=0)
     for ranks in nodes.members:
         periods = {reports[rank].own_period for rank in ranks}
         if len(periods) > 1:
             raise ValueError(f"the workers of ranks {list(ranks)} share a node but differ in period; pass the same one")
-    check_weights(algorithm, nodes, [report.weight for report in reports])
+    check_weights(algorithm, nodes, [report.weight for report in reports], sharded=first.is_sharded)
 
 
-def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float]) -> None:
+def start_equal(reports: Sequence[Report], nodes: Nodes) -> bool:
+    """Whether all workers begin with the same parameters; of sharded models, all namesakes."""
+    return all(
+        report.trainable_digest == reports[nodes.first_namesake(rank) if report.is_sharded else 0].trainable_digest
+        for rank, report in enumerate(reports)
+    )
+
+
+def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float], *, sharded: bool = False) -> None:
+    for ranks in nodes.members if sharded else ():
+        own = [weights[rank] for rank in ranks]
+        if len(set(own)) > 1:
+            raise ValueError(
+                f"the workers of ranks {list(ranks)} share a model, whose gradients are averaged with equal weights, "
+                f"got {own}; pass the same weight inside a node"
+            )
     between = nodes.between(weights)
     if algorithm.needs_equal_weights and not between.equal:
         raise ValueError(
             f"{type(algorithm).__name__} averages with equal weights, got {list(between.values)}; "
             "pass the same weight on every worker and a period in proportion to its speed"
         )
+
+
+def _shards_of(module: nn.Module, engine: Any, algorithm: Algorithm, inner: Any) -> Shards | None:
+    """A model that its node shares out; None for a whole one."""
+    is_zero = engine is not None and stage_of(engine) > 0 and inner is not None
+    if not is_zero and not is_fully_sharded(module):
+        return None
+    if algorithm.reduces_gradients:
+        raise ValueError(
+            f"{type(algorithm).__name__} reduces gradients over all workers, but a sharded model's are reduced inside "
+            "its node; use CoCoDSGD, LocalSGD or AsynLocalSGD"
+        )
+    if algorithm.optimizer_state == "average":
+        raise ValueError(
+            'optimizer_state="average": the optimizer state of a sharded model stays local; use "keep" or "reset"'
+        )
+    shards: Shards = ZeroShards(engine, algorithm.fragments) if is_zero else FsdpShards(module)
+    check_node(shards, inner)
+    return shards
+
+
+def _router_of(
+    module: nn.Module, ddp: DistributedDataParallel | None, engine: Any, shards: Shards | None
+) -> HookRouter | EngineRouter | ShardRouter | None:
+    if shards is not None:
+        return fsdp_router_of(module) if engine is None else zero_router_of(engine)
+    if engine is not None:
+        return engines.router_of(engine)
+    return None if ddp is None else router_of(ddp)
 
 
 def _is_scaled(optimizer: Any) -> bool:
@@ -274,14 +340,13 @@ def _is_scaled(optimizer: Any) -> bool:
 
 def _node_of(inner: Any, algorithm: Algorithm, ddp: DistributedDataParallel | None) -> tuple[int, ...]:
     """The ranks of the group that a worker says it shares a node with."""
-    if not isinstance(inner, dist.ProcessGroup):
-        raise TypeError(f"inner={inner!r} is not a process group with this worker; pass one from dist.new_subgroups()")
+    stated = ranks_of(inner)
     if algorithm.reduces_gradients:
         raise ValueError(
             f"{type(algorithm).__name__} reduces gradients over all workers, so there is nothing to do between nodes; "
             "leave inner out, or use CoCoDSGD"
         )
-    ranks = tuple(dist.get_process_group_ranks(inner))
+    ranks = stated
     if ddp is not None:
         wrapped = tuple(dist.get_process_group_ranks(ddp.process_group))
         if wrapped not in (ranks, tuple(range(dist.get_world_size()))):
@@ -328,14 +393,20 @@ def group_of(model: object) -> Any:
     return default_group()
 
 
-def _signature(module: nn.Module, parameters: dict[str, nn.Parameter]) -> str:
-    rows = [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()} {p.requires_grad}" for n, p in parameters.items()]
+def _signature(module: nn.Module, parameters: dict[str, nn.Parameter], shards: Shards | None) -> str:
+    rows = [
+        f"{n} {tuple(getattr(p, 'ds_shape', p.shape))} {p.dtype} {'' if hasattr(p, 'ds_shape') else p.stride()} "
+        f"{p.requires_grad} {getattr(p, 'placements', '')}"
+        for n, p in parameters.items()
+    ]
     rows += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
+    if shards is not None:
+        rows.append(shards.signature)
     return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(bytes_of(tensor))
+        digest.update(bytes_of(local(tensor)))
     return digest.hexdigest()

@@ -30,6 +30,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 
+from cocod_accel.averaging.flat import local
+
 
 def tensors_in(output: object) -> Iterator[Tensor]:
     """Every tensor in a module's output: nested sequences, mappings and dataclasses."""
@@ -96,7 +98,7 @@ def _nothing(*args: Any) -> None:
     pass
 
 
-_Identity = tuple[int, int] | None
+_Identity = tuple[int, int, int] | None
 #: In a backward, at most; each costs a call of some microseconds.
 _NUM_PLACES = 64
 
@@ -111,8 +113,11 @@ class AttemptCounter:
         watcher: Watcher,
         in_passing: Callable[[], None],
         passed: Sequence[Tensor] = (),
+        in_node: Callable[[bool], bool] | None = None,
     ) -> None:
+        """``in_node``: of a model that a node shares out, whether any of its workers says yes."""
         self._watcher = watcher
+        self._in_node = in_node
         self._in_passing = (
             in_passing  # called where the main thread comes by: twice a step, and when ``passed`` have gradients
         )
@@ -140,7 +145,8 @@ class AttemptCounter:
         self._before: list[_Identity] | None = None
         self._witness: tuple[Tensor, _Identity] | None = None
         self._removables: list[Any] = [
-            model.register_forward_pre_hook(_Hook(self._forward_begins), with_kwargs=True),
+            # Before those of whoever gathers a sharded model: a round that ends here changes its shards.
+            model.register_forward_pre_hook(_Hook(self._forward_begins), with_kwargs=True, prepend=in_node is not None),
             model.register_forward_hook(_Hook(self._forward_ends)),
         ]
         for optimizer in optimizers:
@@ -241,7 +247,7 @@ class AttemptCounter:
         self._is_own_backward = self._is_own_backward or self._is_own_forward
         self._is_own_forward = False
         if not self._is_own_backward:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
             self._sizes = [size for size in torch._foreach_norm(gradients, float("inf")) if size.numel()]
         self._watcher.backward_ends()
         self._witness = holder, _identity(holder)
@@ -273,12 +279,16 @@ class AttemptCounter:
             holder, identity = self._witness
             if identity is not None and _identity(holder) == identity:
                 return False  # untouched since backward: the usual case while gradients accumulate, and free of charge
-        return not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
+        found = any(p.grad is not None and bool(local(p.grad).any()) for p in self._parameters)
+        return not (found if self._in_node is None else self._in_node(found))
 
     @property
     def _is_for_another(self) -> bool:
         """Whether the last backward was for the sake of another model, whose own step it was for."""
-        return not self._is_own_backward and all(bool(torch.isfinite(size)) for size in self._sizes)
+        if self._is_own_backward:
+            return False
+        is_broken = any(not bool(torch.isfinite(size)) for size in self._sizes)
+        return not (is_broken if self._in_node is None else self._in_node(is_broken))
 
     def _drop(self) -> None:
         """The gradients of the last backward are gone, and no step has used them."""
@@ -312,4 +322,7 @@ def places_in_backward(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _identity(parameter: Tensor) -> _Identity:
     gradient = parameter.grad
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+    if gradient is None:
+        return None
+    shard = local(gradient)  # what is added to it counts there, what the loop does counts outside
+    return shard.data_ptr(), shard._version, gradient._version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -24,10 +24,20 @@ from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.peers import PeerWatch
 from cocod_accel.sync.places import Places
-from cocod_accel.sync.preflight import ATTACHED, Report, Subject, check_weights, described, raise_problems
+from cocod_accel.sync.preflight import (
+    ATTACHED,
+    Report,
+    Subject,
+    check_weights,
+    described,
+    raise_problems,
+    start_equal,
+)
 from cocod_accel.sync.reminders import Reminder
+from cocod_accel.sync.shards import asking, refreshed
 from cocod_accel.sync.step_counter import AttemptCounter, places_in_backward
 from cocod_accel.sync.watcher import LoopWatcher
+from cocod_accel.sync.zero import EngineCounter, ZeroShards
 
 # How long detach() waits for others to join what they all have in flight.
 _LET_GO_SECONDS = 5.0
@@ -71,14 +81,13 @@ class Sync:
         #: This worker's rank, and the ranks that share a node, node by node.
         self.rank, self.nodes = nodes.rank, [list(members) for members in nodes.members]
         self._weights = [report.weight for report in reports]
-        #: What sums the gradients inside this worker's node; None: every worker is a node.
+        #: What sums the gradients inside this worker's node; None: every worker is a node, or its node's model is sharded.
         self._inside: SSGD | None = None
-        if channels.inside is not None:
-            within = Route(channels.inside, nodes.inside(self._weights), channels.inside)
-            self._inside = SSGD().bind(Replica(subject.trainable, subject.buffers, within))
         route = Route(channels.between, nodes.between(self._weights), channels.everyone)
-        if self._inside is not None:
-            route.node = self._inside.replica.route
+        if channels.inside is not None:
+            route.node = Route(channels.inside, nodes.inside(self._weights), channels.inside)
+            if subject.shards is None:
+                self._inside = SSGD().bind(Replica(subject.trainable, subject.buffers, route.node))
         self._driver = Driver(
             algorithm, subject.trainable, subject.buffers, subject.optimizers, route, offload=subject.offloads
         )
@@ -96,15 +105,22 @@ class Sync:
         self._places = Places(self._driver, channels, nodes.rank)
         self._watcher = LoopWatcher(self._driver, reducer, subject, self._places, len(self._weights))
         # The second stage of an average begins in passing. Twice a step would be too seldom for rounds of one step.
-        places = places_in_backward(subject.trainable) if _has_stages(algorithm, channels) else []
-        self._counter = AttemptCounter(subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places)
+        has_places = _has_stages(algorithm, channels) and subject.engine is None
+        places = places_in_backward(subject.trainable) if has_places else []
+        if isinstance(subject.shards, ZeroShards):
+            self._counter = EngineCounter(subject.engine, subject.shards, self._watcher, self._driver.method.poll)
+        else:
+            in_node = None if subject.shards is None else asking(route.node, subject.device)
+            self._counter = AttemptCounter(
+                subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places, in_node
+            )
         #: What only a trainer needs.
         self.control = Control(self)
         self._peers: PeerWatch | None = None
         ATTACHED.add(subject.module)
         if self._inside is not None:
             self._inside.start(equal=len({reports[rank].trainable_digest for rank in nodes.node_ranks}) == 1)
-        self._driver.start(equal=len({report.trainable_digest for report in reports}) == 1)
+        self._driver.start(equal=start_equal(reports, nodes))
 
     # ---- what a loop calls
 
@@ -117,11 +133,12 @@ class Sync:
         self._settle("averaged()", meets=True)
         self._watcher.is_averaged = self._counter.paused = True
         try:
-            with (
-                self.subject.bound_buffers(),
-                self._driver.replica.evaluation.averaged(),
-                self.reminder.quiet(),
-            ):
+            # Refreshed when the mean is there, and again when the local state is back.
+            shards, evaluation = self.subject.shards, self._driver.replica.evaluation
+            with refreshed(shards), self.subject.bound_buffers(), ExitStack() as stack:
+                with refreshed(shards):
+                    stack.enter_context(evaluation.averaged())
+                stack.enter_context(self.reminder.quiet())
                 yield
         finally:
             self._watcher.is_averaged = self._counter.paused = False
@@ -129,12 +146,19 @@ class Sync:
     def finish(self) -> None:
         """Merge what is in flight, then give every worker the exact mean. Collective; training may go on after it."""
         self._settle("finish()", meets=True)
-        self._driver.finish()
+        with refreshed(self.subject.shards):
+            self._driver.finish()
         self.reminder.are_level()
 
     def mean_state_dict(self) -> dict[str, Any]:
-        """The mean model's ``state_dict()``, in the host's memory: what to save or to export. Collective, as averaged()."""
+        """The mean model's ``state_dict()``, in the host's memory: what to save or to export. Collective, as averaged().
+
+        A model that is sharded over a node is whole there; see :func:`~cocod_accel.export_model` for a large one.
+        """
+        shards = self.subject.shards
         with self.averaged():
+            if shards is not None:
+                return {name: gather().to("cpu", copy=True) for name, _, _, gather in shards.whole()}
             return {
                 name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 for name, value in self.subject.module.state_dict().items()
@@ -153,7 +177,7 @@ class Sync:
         reports = exchange_reports(report, self.subject.group, self.subject.device)
         raise_problems(reports, problem)
         weights = [report.weight for report in reports]
-        check_weights(self._driver.method, self._nodes, weights)
+        check_weights(self._driver.method, self._nodes, weights, sharded=self.subject.shards is not None)
         self.finish()
         self._set_weights(weights)
 
@@ -282,9 +306,10 @@ class Sync:
 
     def _set_weights(self, weights: Sequence[float]) -> None:
         self._weights = [float(weight) for weight in weights]
-        self._driver.replica.route.weights = self._nodes.between(self._weights)
-        if self._inside is not None:
-            self._inside.replica.route.weights = self._nodes.inside(self._weights)
+        route = self._driver.replica.route
+        route.weights = self._nodes.between(self._weights)
+        if route.node is not None:
+            route.node.weights = self._nodes.inside(self._weights)
 
     def _check_usable(self, call: str) -> None:
         if not self.is_attached:

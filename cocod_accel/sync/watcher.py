@@ -12,6 +12,7 @@ from cocod_accel.sync.deepspeed import EngineRouter
 from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.places import Places
 from cocod_accel.sync.preflight import Subject
+from cocod_accel.sync.shards import refreshed
 from cocod_accel.sync.step_counter import is_stepped_by_scaler
 
 
@@ -21,7 +22,9 @@ class LoopWatcher:
     def __init__(self, driver: Driver, reducer: Algorithm, subject: Subject, places: Places, num_workers: int) -> None:
         self._driver, self._method, self._reducer = driver, driver.method, reducer
         self._subject, self._places = subject, places
-        self._belongings = Belongings(subject.module, subject.optimizers, ignored_names(subject.ddp))
+        # What steps a sharded model may hold partitions, which are nobody's parameters.
+        optimizers = subject.optimizers if subject.shards is None else []
+        self._belongings = Belongings(subject.module, optimizers, ignored_names(subject.ddp))
         self._ddp, self._engine, self._router = subject.ddp, subject.engine, subject.router
         # Nobody else sees to gradients: one process, and no wrapper or an engine, which then reduces nothing.
         self._without_ddp = self._ddp is None and (self._engine is None or num_workers == 1)
@@ -30,11 +33,12 @@ class LoopWatcher:
         self.is_averaged = False
 
     def attempted(self) -> None:
-        part = self._driver.attempt()
-        if part is not None:
-            self._check_belongings()
-            self._driver.launch(part)
-            self._driver.land(part)
+        with refreshed(self._subject.shards):
+            part = self._driver.attempt()
+            if part is not None:
+                self._check_belongings()
+                self._driver.launch(part)
+                self._driver.land(part)
 
     def step_begins(self) -> None:
         if self.is_averaged:

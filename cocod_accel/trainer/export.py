@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from cocod_accel.checkpoint.safetree import flush
 from cocod_accel.comm.agreement import bytes_of
@@ -45,10 +45,10 @@ def export_making_room(model: nn.Module, path: Path, older: Sequence[Path]) -> N
         export(model, path)
 
 
-def model_digest(model: nn.Module) -> int:
-    """48 bits of a hash over parameters and floating buffers: equal models, equal digests."""
+def model_digest(state: Mapping[str, Tensor]) -> int:
+    """48 bits of a hash over parameters and floating buffers of a state_dict: equal models, equal digests."""
     digest = hashlib.blake2b(digest_size=6)
-    for value in model.state_dict().values():
+    for value in state.values():
         if value.is_floating_point():
             digest.update(bytes_of(value))
     return int.from_bytes(digest.digest(), "big")

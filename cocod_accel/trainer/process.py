@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.accelerator import Accelerator
-from accelerate.utils.dataclasses import InitProcessGroupKwargs
+from accelerate.utils.dataclasses import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import cocod_accel
@@ -29,6 +29,7 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, found
 from cocod_accel.sync.deepspeed import check_settings, prepare_for_cpu
 from cocod_accel.trainer.launch import TRAINER, _local_workers, launch_command, threads_of_each
+from cocod_accel.trainer.sharded import deepspeed_settings, stage_of
 
 #: A worker that waits longer than this for the others gives up.
 _TIMEOUT = timedelta(minutes=10)
@@ -123,7 +124,7 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, complains otherwise
         torch.set_num_threads(threads_of_each(local_workers))
     _connect_after_restart("gloo" if on_cpu else "nccl")
-    if uses_deepspeed():
+    if uses_deepspeed() or stage_of(config.cluster.shard):
         accelerator = _deepspeed_accelerator(config, on_cpu)
     else:
         handlers: list[Any] = [InitProcessGroupKwargs(timeout=_TIMEOUT)]
@@ -141,19 +142,30 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
 def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
     """An Accelerator that makes DeepSpeed engines; with ``cpu=True`` accelerate would silently drop DeepSpeed."""
     _check_deepspeed_file(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    stage = stage_of(config.cluster.shard)
+    if stage:
+        if uses_deepspeed():
+            raise ConfigError(
+                f"cluster.shard={config.cluster.shard}: makes its own DeepSpeed configuration; start without another one"
+            )
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    elif config.cluster.shard is not None:
+        raise ConfigError(f"cluster.shard={config.cluster.shard}: needs no DeepSpeed; start without its configuration")
     if on_cpu:
         prepare_for_cpu()
     handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=_TIMEOUT)]
     try:
         # Not accelerate's mixed precision: it would be DeepSpeed's own bf16 engine, which trains copies of the parameters.
-        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers)
+        plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(stage)) if stage else None
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers, deepspeed_plugin=plugin)
     except (ImportError, ValueError) as error:
         hint = "; pip install '.[deepspeed]' in the checkout" if isinstance(error, ImportError) else ""
         raise ConfigError(f"DeepSpeed: {' '.join(str(error).split())}{hint}") from error
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     is_on = {key: settings.get(key, {}).get("enabled") is True for key in ("fp16", "bf16")}
     try:
-        check_settings(int(accelerator.state.deepspeed_plugin.zero_stage), is_on["fp16"], is_on["bf16"])
+        if not stage:
+            check_settings(int(accelerator.state.deepspeed_plugin.zero_stage), is_on["fp16"], is_on["bf16"])
     except ValueError as error:
         raise ConfigError(f"DeepSpeed: {error}") from error
     if config.precision == "bf16":

@@ -65,9 +65,20 @@ class LossGuard:
             check_finite(losses, self._rank, step)
 
 
-def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: int, device: torch.device) -> list[float]:
+def score(
+    model: nn.Module,
+    config: Config,
+    task: Task,
+    rank: int,
+    num_workers: int,
+    device: torch.device,
+    *,
+    together: bool = False,
+) -> list[float]:
     """Correct answers and the sum of losses over one worker's part of the test set; then, if configured, the sum of losses
     over its part of the training set (built-in data: without augmentation). The model is in evaluation mode.
+
+    ``together``: the model is sharded, so every worker takes as many batches as worker 0.
     """
 
     def sums(data: Any, size: int) -> tuple[float, float]:
@@ -78,6 +89,10 @@ def score(model: nn.Module, config: Config, task: Task, rank: int, num_workers: 
                 outputs = model(inputs)
             correct += (outputs.argmax(1) == labels).sum().item()
             losses += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
+        most, own = (len(range(r, size, num_workers)) for r in (0, rank))
+        size_of = config.evaluation.batch_size
+        for _ in range(-(-most // size_of) - -(-own // size_of) if together else 0):
+            model(next(iter(batches(data, torch.zeros(1, dtype=torch.int64), 1, device)))[0])
         return correct, losses
 
     with torch.no_grad():

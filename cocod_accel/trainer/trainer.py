@@ -32,6 +32,7 @@ from typing import Any
 from accelerate.accelerator import Accelerator
 from torch import nn
 
+from cocod_accel.checkpoint.export import export_model
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.comm.groups import default_group
 from cocod_accel.comm.watchdog import Watch
@@ -163,7 +164,8 @@ class Trainer:
             self.model.eval()
             # The module itself: workers may have different numbers of batches, which DDP must not see.
             num_workers, device = worker.accelerator.num_processes, worker.accelerator.device
-            scored = score(worker.module, self.config, self.task, worker.rank, num_workers, device)
+            together = self.sync.subject.shards is not None
+            scored = score(worker.module, self.config, self.task, worker.rank, num_workers, device, together=together)
         samples = at.index * worker.work.batch
         loss = worker.losses.item() / at.index
         rows = worker.gather([*scored, loss * samples, float(samples), worker.clock.seconds])
@@ -187,13 +189,23 @@ class Trainer:
     def _leave(self, summary: dict[str, Any]) -> None:
         """The model and then the summary in files; with a summary, a run is finished. An error is raised on all workers."""
 
+        path = self.recorder.folder.path / "model.safetensors"
+        is_shared = self.sync.subject.shards is not None
+
         def write() -> None:
             if self.worker.is_main:
-                path = self.recorder.folder.path / "model.safetensors"
-                export_making_room(self.worker.module, path, self.checkpoints.all()[1:])
+                if not is_shared:
+                    export_making_room(self.worker.module, path, self.checkpoints.all()[1:])
                 self.recorder.folder.summary(summary)
 
-        _, error = try_together(write, default_group())
+        error = None
+        if is_shared:
+            try:
+                export_model(self.sync, path)
+            except OSError as problem:  # on all workers
+                error = str(problem)
+        if error is None:
+            _, error = try_together(write, default_group())
         if error is not None:
             self.recorder.finish(None)
             kept = self.checkpoints.all()

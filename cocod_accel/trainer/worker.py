@@ -26,6 +26,7 @@ from cocod_accel.trainer.auto_code import choose_code
 from cocod_accel.trainer.calibration import TIMED_SECONDS, sample_steps
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.sharded import prepared_shards
 from cocod_accel.trainer.steps import LossGuard, loss_of
 from cocod_accel.trainer.work import Position, Work
 
@@ -41,7 +42,10 @@ class Worker:
         self.guard = LossGuard(self.rank)
         self.work = Work.of(config, task.num_train, self.rank)
         inner = node_group(config.cluster.workers_per_replica)
-        self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner)
+        if config.cluster.shard is None:
+            self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner)
+        else:
+            self.model, self.optimizer, inner = prepared_shards(accelerator, config, model, inner)
         self.sync = self._attach(inner)
         if config.has_auto_code:
             self._choose_code()
