@@ -149,11 +149,16 @@ class Meeting:
         self._suspected = serials
 
     def told(self, wait: _Wait, posts: dict[int, _Post | None] | None = None) -> str | None:
-        """What another worker said when it left what this one waits for. ``posts``: all that is read is kept there."""
+        """What another worker said when it left what this one waits for. ``posts``: all that is read is kept there.
+
+        None: it has failed, so whoever has left is the reason, even if it had started its own side.
+        """
+        has_failed = posts is None
         posts = {self.rank: self._own} if posts is None else posts
         for rank in wait.members:
             post = self._read(rank, posts)
-            if rank != self.rank and post is not None and wait.group in post.left and not post.has_started(wait):
+            has_left = rank != self.rank and post is not None and wait.group in post.left
+            if post is not None and has_left and (has_failed or not post.has_started(wait)):
                 return post.left[wait.group]
         return None
 

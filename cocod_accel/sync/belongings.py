@@ -11,12 +11,20 @@ from torch.optim import Optimizer
 _Slot: TypeAlias = tuple[nn.Module, list[tuple[str, nn.Parameter | None]], list[tuple[str, nn.Module | None]]]
 
 _FIX = "on all workers, call sync.finish() and sync.detach() before such a change, and attach() after it"
+_ADDED = "parameter {} was added or replaced after attach, so it is not averaged; " + _FIX
+_UNFROZEN = "parameter {} was frozen at attach and is trained now, so it is not averaged; " + _FIX
 
 
 class Belongings:
-    """The parameters of a model and of its optimizers, as they were at attach."""
+    """The parameters of a model and of its optimizers, as they were at attach.
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ignored: Collection[str]) -> None:
+    ``by_name``: of a model that is sharded, whose parameters are other objects while they are gathered.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], ignored: Collection[str], *, by_name: bool = False
+    ) -> None:
+        self._trained = {name: p.requires_grad for name, p in module.named_parameters()} if by_name else None
         self._module, self._optimizers, self._ignored = module, optimizers, frozenset(ignored)
         self._slots = _slots(module)
         self._known = {id(parameter) for parameter in module.parameters()}
@@ -28,15 +36,17 @@ class Belongings:
 
         Asked at every round's end. As a rule nothing has changed, which takes comparing objects and no more.
         """
+        if self._trained is not None:
+            return self._problem_by_name(self._trained)
         if self._is_as_before:
             return None
         for name, parameter in self._module.named_parameters():
             if not parameter.requires_grad or name in self._ignored:
                 continue
             if id(parameter) not in self._known:
-                return f"parameter {name} was added or replaced after attach, so it is not averaged; {_FIX}"
+                return _ADDED.format(name)
             if any(parameter is other for other in self._frozen):
-                return f"parameter {name} was frozen at attach and is trained now, so it is not averaged; {_FIX}"
+                return _UNFROZEN.format(name)
         for optimizer, before in zip(self._optimizers, self._held, strict=True):
             added = set(_held_by(optimizer)) - set(before)
             if added - self._known:
@@ -44,6 +54,12 @@ class Belongings:
         # Modules without parameters may come and go, and frozen parameters may be held by an optimizer.
         self._slots, self._held = _slots(self._module), [_held_by(optimizer) for optimizer in self._optimizers]
         self._frozen = [p for p in self._frozen if not p.requires_grad]
+        return None
+
+    def _problem_by_name(self, trained: dict[str, bool]) -> str | None:
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and not trained.get(name, False):
+                return (_UNFROZEN if name in trained else _ADDED).format(name)
         return None
 
     @property

@@ -22,9 +22,8 @@ class LoopWatcher:
     def __init__(self, driver: Driver, reducer: Algorithm, subject: Subject, places: Places, num_workers: int) -> None:
         self._driver, self._method, self._reducer = driver, driver.method, reducer
         self._subject, self._places = subject, places
-        # What steps a sharded model may hold partitions, which are nobody's parameters.
-        optimizers = subject.optimizers if subject.shards is None else []
-        self._belongings = Belongings(subject.module, optimizers, ignored_names(subject.ddp))
+        ignored, is_sharded = ignored_names(subject.ddp), subject.shards is not None
+        self._belongings = Belongings(subject.module, subject.optimizers, ignored, by_name=is_sharded)
         self._ddp, self._engine, self._router = subject.ddp, subject.engine, subject.router
         # Nobody else sees to gradients: one process, and no wrapper or an engine, which then reduces nothing.
         self._without_ddp = self._ddp is None and (self._engine is None or num_workers == 1)
