@@ -91,6 +91,7 @@ class CoCoDCallback(TrainerCallback):
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             sync.state_dict()  # what is in flight arrives and is dropped: all workers have loaded the best mean model
+            sync.reminder.are_level()
         else:
             sync.finish()
         sync.detach()

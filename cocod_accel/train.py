@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import importlib
@@ -78,6 +79,7 @@ def _import_what_optimizers_need() -> None:
     finally:
         gc.enable()
     gc.freeze()  # what was imported is never garbage
+    atexit.register(gc.unfreeze)  # until the interpreter ends: what is not freed then, some libraries complain about
 
 
 class WorkerLostError(RuntimeError):

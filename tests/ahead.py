@@ -16,7 +16,6 @@ import contextlib
 import math
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from cocod_accel.comm import device as devices
+from tests.fake_cuda import who_waits
 
 _DEADLINE = 30.0
 
@@ -128,7 +128,7 @@ class Work:
     def __init__(self, rig: Rig, done: Event) -> None:
         self._rig, self._done = rig, done
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         if self._rig.orders:
             self._rig.current.wait_event(self._done)
 
@@ -212,11 +212,10 @@ class Rig(devices.Torch):
             raise self.errors.pop(0)
 
     def note_wait(self) -> None:
-        """The host waits for the device. Only the clock may, for an event of a stream with nothing else to do."""
-        ours = [frame for frame in traceback.extract_stack() if "/cocod_accel/" in frame.filename]
-        named = [f"{frame.filename.rpartition('/cocod_accel/')[2]}:{frame.name}" for frame in ours]
-        if "comm/device.py:_anchor_of" not in named:
-            self.reads.append(named[-1] if named else "the test")
+        """The host waits for the device."""
+        where = who_waits()
+        if where is not None:
+            self.reads.append(where)
 
     def read(self) -> None:
         """The host waits for a value of the current stream."""

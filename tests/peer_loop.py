@@ -1,4 +1,4 @@
-"""A loop of a user's own, with ``sync.watch()``; at a step one worker is killed, stopped, raises, or leaves."""
+"""A loop of a user's own, with ``sync.watch()``; at a step one worker is killed, stopped, raises or leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(what: str, algorithm: str, at: int) -> None:
     model = DistributedDataParallel(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(model, optimizer, SSGD() if algorithm == "ssgd" else CoCoDSGD(2)) as sync:
-        sync.watch(frozen_seconds=3 if what == "stopped" else 60)
+        sync.watch(frozen_seconds={"stopped": 3, "cut": 6}.get(what, 60))
         for step in range(10**9):
             if step == at and rank == 1:
                 print(f"pid {os.getpid()}", flush=True)

@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cocod_accel import ALGORITHMS, train
+from cocod_accel.comm.device import Moment
 from cocod_accel.trainer.export import model_digest
 from cocod_accel.trainer.recorder import Recorder
 from cocod_accel.trainer.resume import Resumption
@@ -89,16 +90,15 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
     log = os.open(Path(output) / f"said_by_{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    spanned, saved, evaluated = Recorder.span, Resumption.save, Trainer._evaluate
+    noted, saved, evaluated = Recorder.computed, Resumption.save, Trainer._evaluate
 
-    def span(self: Recorder, name: str, start: float, end: float) -> None:
-        spanned(self, name, start, end)
-        if name == "compute":
-            with (self.folder.path / f"trace_{rank}.jsonl").open("a") as file:
-                file.write(json.dumps([self.worker.step, model_digest(self.worker.module.state_dict())]) + "\n")
-            # Two steps after the checkpoint, so that something is lost and must be done again.
-            if stop is not None and stop[0] == "kill" and rank == 1 and self.worker.step == stop[1] + 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def computed(self: Recorder, start: Moment | None) -> None:
+        noted(self, start)
+        with (self.folder.path / f"trace_{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.worker.step, model_digest(self.worker.module.state_dict())]) + "\n")
+        # Two steps after the checkpoint, so that something is lost and must be done again.
+        if stop is not None and stop[0] == "kill" and rank == 1 and self.worker.step == stop[1] + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def save(self: Resumption) -> None:
         saved(self)
@@ -110,7 +110,7 @@ def worker(rank: int, given: list[str], stop: tuple[str, int] | None = None) -> 
             os.kill(os.getpid(), signal.SIGKILL)
         evaluated(self, epoch)
 
-    Recorder.span, Resumption.save, Trainer._evaluate = span, save, evaluate  # type: ignore[method-assign]
+    Recorder.computed, Resumption.save, Trainer._evaluate = computed, save, evaluate  # type: ignore[method-assign]
     return train.main(given)
 
 

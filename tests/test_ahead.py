@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import SSGD, AsynLocalSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD, attach
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.averaging.header import TransferError
 from cocod_accel.averaging.weights import mean_
 from cocod_accel.comm.emulated import Link
 from cocod_accel.comm.groups import TorchComm, default_group, node_group, private_group
+from cocod_accel.comm.meeting import TransferError
 from cocod_accel.config.loading import load_training_config
 from cocod_accel.plan import measure
+from cocod_accel.runs import clock as clocks
+from cocod_accel.runs.spans import read_spans
 from cocod_accel.tasks import build_model, build_task
 from cocod_accel.trainer import pace as pacing
 from cocod_accel.trainer.pace import Pace
@@ -41,6 +43,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ssgd qsgd": SSGD(payload="qsgd:4"),
     "pipe": PipeSGD(),
     "pipe int8": PipeSGD(payload="int8"),
+    "pipe terngrad": PipeSGD(payload="terngrad"),
     "local": LocalSGD(3),
     "local DiLoCo": LocalSGD(3, outer=Outer(0.7, 0.9, nesterov=True), fragments=2),
     "asynlocal": AsynLocalSGD(3),
@@ -199,7 +202,13 @@ class _Clock:
     """The rig's, in the place of the module ``time``."""
 
     def __init__(self, rig: Rig) -> None:
-        self.perf_counter = lambda: rig.host_milliseconds / 1e3
+        self._rig = rig
+
+    def perf_counter(self) -> float:
+        return self._rig.host_milliseconds / 1e3
+
+    def sleep(self, seconds: float) -> None:
+        self._rig.host_milliseconds += 1e3 * seconds + 1e-9  # whatever rounding does, the time has come
 
 
 def steps_with_and_without_pace(rank: int) -> list[float]:
@@ -226,6 +235,42 @@ def steps_with_and_without_pace(rank: int) -> list[float]:
 def test_timing_steps_does_not_make_them_longer() -> None:
     for found in run_workers(2, steps_with_and_without_pace, fresh=True):
         assert found == pytest.approx([60.0, 60.0], rel=1e-3)
+
+
+SLOWED = {"ssgd": 0.024, "pipe": 0.020, "local": 0.022, "cocod": 0.020, "asynlocal": 0.022}
+
+
+def slowed(rank: int) -> dict[str, tuple[list[float], float]]:
+    """Steps of 10 ms, worker 1 slowed down to 20 ms, transfers of 4 ms: each worker's computing, and what a step takes."""
+    found = {}
+    algorithms = (SSGD(), PipeSGD(), LocalSGD(2), CoCoDSGD(2), AsynLocalSGD(2))
+    for algorithm in algorithms:
+        model, optimizer, sync = begin(algorithm, rank)
+        rig = Rig(0.004)
+        pace_of_step = Pace(is_on=True, slowdown=1.0 + rank, device=torch.device("cpu"))
+        blocked, ends = sync.control.blocked_seconds, []
+        with ahead(rig), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pacing, "time", _Clock(rig))
+            for inputs in torch.randn(12, 8, 6):
+                pace_of_step.begin(blocked)
+                optimizer.zero_grad()
+                rig.compute(0.010)
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                pace_of_step.end(blocked)
+                ends.append(rig.host_milliseconds / 1e3)
+        sync.detach()
+        found[algorithm.name] = pace_of_step.seconds, (ends[10] - ends[2]) / 8
+    return found
+
+
+def test_a_worker_is_slowed_down_under_every_algorithm() -> None:
+    """What it waits for is not computing, and is not stretched; whoever blocks waits for it."""
+    for rank, found in enumerate(run_workers(2, slowed, fresh=True)):
+        for name, (seconds, step) in found.items():
+            assert seconds == pytest.approx([0.010 * (1 + rank)] * 12, rel=1e-3), name
+            if rank == 1:
+                assert step == pytest.approx(SLOWED[name], rel=1e-3), name
 
 
 class _Beside:
@@ -308,7 +353,7 @@ def test_gradients_inside_a_node_do_not_wait_for_an_average_between_nodes() -> N
 
 
 #: Where the host waits for what was computed a round ago, if it is that far ahead.
-OLD = "comm/device.py:value"
+OLD = ("averaging/header.py:_read_first", "trainer/steps.py:check")
 
 
 def asked(rank: int) -> tuple[list[tuple[int, bool, bool]], list[str]]:
@@ -332,7 +377,7 @@ def asked(rank: int) -> tuple[list[tuple[int, bool, bool]], list[str]]:
                     break
         reads = list(rig.reads)
     sync.detach()
-    return agreed, [read for read in reads if read != OLD]
+    return agreed, [read for read in reads if read not in OLD]
 
 
 def test_votes_are_agreed_at_one_step_without_waiting_for_the_device() -> None:
@@ -342,12 +387,13 @@ def test_votes_are_agreed_at_one_step_without_waiting_for_the_device() -> None:
 
 #: Where the built-in trainer waits at the end of an epoch, if it does not end with a round.
 AT_AN_EPOCHS_END = "trainer/steps.py:check_finite"
+#: At both ends: the clock.
+AT_AN_EPOCHS_ENDS = ("runs/clock.py:start", "runs/clock.py:stop")
 #: The simulation takes every tensor for the device's; these are the host's.
 ON_THE_HOST = ("sharding/", "tasks/data.py")
 
 
-def an_epoch(rank: int, folder: str, options: list[str]) -> tuple[list[str], int]:
-    """An epoch of the trainer itself, on a device that works ahead."""
+def trainer_of(rank: int, folder: str, options: list[str]) -> Trainer:
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as a launcher does
     small = ["task.name=synthetic", "task.args={num_train: 96, num_test: 8, size: 4}", "model.name=mlp", "batch_size=4"]
     run = ["cluster.num_workers=2", "logging.every_steps=1000", "schedule.epochs=1"]
@@ -357,6 +403,12 @@ def an_epoch(rank: int, folder: str, options: list[str]) -> tuple[list[str], int
     path.mkdir()
     trainer = Trainer(config, task, build_model(config, task), Accelerator(cpu=True), Place(path))
     trainer.recorder.start_bar()
+    return trainer
+
+
+def an_epoch(rank: int, folder: str, options: list[str]) -> tuple[list[str], int]:
+    """An epoch of the trainer itself, on a device that works ahead."""
+    trainer = trainer_of(rank, folder, options)
     rig = Rig(0.001)
     with ahead(rig):
         trainer._train_epoch(0)
@@ -370,14 +422,47 @@ def an_epoch(rank: int, folder: str, options: list[str]) -> tuple[list[str], int
     [
         (["algorithm.period=5"], [AT_AN_EPOCHS_END]),
         (["algorithm.name=local", "algorithm.period=2"], []),
+        (["algorithm.name=ssgd", "algorithm.payload=int8"], []),
     ],
-    ids=["cocod", "local"],
+    ids=["cocod", "local", "ssgd"],
 )
 def test_an_epoch_of_the_trainer_waits_in_no_step(options: list[str], waits: list[str], tmp_path: Path) -> None:
     """Nor at a round's end, except for what it asked at the one before."""
     for reads, steps in run_workers(2, an_epoch, str(tmp_path), options, fresh=True):
         assert steps == 12
-        assert [read for read in reads if read != OLD] == waits
+        assert [read for read in reads if read not in (*OLD, *AT_AN_EPOCHS_ENDS)] == waits
+        assert all(reads.count(end) <= 1 for end in AT_AN_EPOCHS_ENDS)
+
+
+def an_epochs_times(rank: int, folder: str) -> tuple[float, dict[str, list[float]]]:
+    """Of an epoch of the trainer with steps of 10 ms and blocking averages of 4 ms: its clock, and its spans."""
+    trainer = trainer_of(rank, folder, ["algorithm.name=local", "algorithm.period=2", "logging.spans=true"])
+    worker, rig = trainer.worker, Rig(0.004)
+    loss = worker.loss
+
+    def slow_loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rig.compute(0.010)
+        return loss(inputs, labels)
+
+    worker.loss = slow_loss  # type: ignore[method-assign]
+    with ahead(rig), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocks, "time", _Clock(rig))
+        trainer._train_epoch(0)
+        patch.undo()
+        trainer.recorder.write_spans()
+    trainer.sync.detach()
+    lengths: dict[str, list[float]] = {}
+    for span in read_spans(Path(folder) / str(rank)):
+        lengths.setdefault(span.name, []).append(span.end - span.start)
+    return worker.clock.seconds, lengths
+
+
+def test_the_trainer_tells_the_devices_times(tmp_path: Path) -> None:
+    """The host has told the device the whole epoch in no time."""
+    for seconds, spans in run_workers(2, an_epochs_times, str(tmp_path), fresh=True):
+        assert seconds == pytest.approx(12 * 0.010 + 6 * 0.004, rel=1e-3)
+        assert spans["compute"] == pytest.approx([0.010, 0.014] * 6, rel=1e-2)
+        assert spans["wait"] == pytest.approx([0.004] * 6, rel=1e-2)
 
 
 def not_finite(rank: int) -> tuple[int, list[str]]:
@@ -391,7 +476,7 @@ def not_finite(rank: int) -> tuple[int, list[str]]:
                 if step % 2 == 0:
                     guard.check(step)
         except NonFiniteLossError as error:
-            return step, [str(error), *(read for read in rig.reads if read != OLD)]
+            return step, [str(error), *(read for read in rig.reads if read not in OLD)]
     return 0, []
 
 

@@ -33,7 +33,7 @@ def test_what_is_worked_on_at_once_is_bounded_on_devices() -> None:
     assert all(segment.flat.numel() * 4 <= GIB for segment in flat.segments)
     assert all(piece.numel() == 1 for piece in square_sums(flat.buffers[0]))
     assert len(square_sums(flat.buffers[0])) > 2
-    for name in ("bf16", "int8", "ternary"):
+    for name in ("bf16", "int8", "ternary", "topk:0.01"):
         coder = Coder(name, torch.empty(2**31 + 5, device="meta"), InProcessGroup(2).member(0))
         assert coder._scratch[0].numel() * 4 <= GIB
 
@@ -144,10 +144,16 @@ class WithNccl:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: dict[str, Any] = {}
+        #: The world's device at every call.
+        self.bound: list[Any] = []
         patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         patch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
         patch.setattr(dist, "get_world_size", lambda group=None: 2)
-        patch.setattr(dist, "new_group", lambda ranks, **options: self.asked.update(options))
+        patch.setattr(dist, "new_group", self._noted)
+
+    def _noted(self, ranks: Any, **options: Any) -> None:
+        self.asked.update(options)
+        self.bound.append(getattr(dist.group.WORLD, "bound_device_id", None))
 
 
 def test_averages_on_gpus_have_a_stream_of_their_own_few_blocks_and_the_users_timeout(
@@ -160,13 +166,27 @@ def test_averages_on_gpus_have_a_stream_of_their_own_few_blocks_and_the_users_ti
     monkeypatch.setattr("cocod_accel.comm.groups._timeout_of", lambda group: timedelta(seconds=77))
     private_group(group, device=torch.device("cuda", 0), ctas=6)
     options = group.asked["pg_options"]
-    assert group.asked["backend"] == "nccl"
+    assert group.asked["backend"] == "cpu:gloo,cuda:nccl", "buffers of the host travel, too"
+    assert "device_id" not in group.asked, "the world's own device, or none"
     assert (options.is_high_priority_stream, options.config.max_ctas, options.config.min_ctas) == (True, 6, 4)
     assert options._timeout == group.asked["timeout"] == timedelta(seconds=77)
     private_group(group, device=torch.device("cuda", 0))
     assert group.asked["pg_options"].config.max_ctas < 0, "NCCL's own choice"
+    group.asked.clear()
     private_group(group)
-    assert group.asked["pg_options"] is None
+    assert not {"backend", "pg_options", "device_id"} & group.asked.keys()
+
+
+def test_a_group_of_some_gpus_is_told_which_device_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would guess it from the rank, and connect another one at once."""
+    group = WithNccl(monkeypatch)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
+    world = type("World", (), {"bound_device_id": torch.device("cuda", 1)})()
+    monkeypatch.setattr(dist, "group", type("group", (), {"WORLD": world}))
+    monkeypatch.setattr("cocod_accel.comm.groups._timeout_of", lambda group: None)
+    private_group(group, [0, 1], device=torch.device("cuda", 1))
+    assert group.asked["device_id"] == torch.device("cuda", 1)
+    assert group.bound == [None], "not split off the world's"
 
 
 def test_an_older_torch_is_asked_for_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:

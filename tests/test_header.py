@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from cocod_accel import LocalSGD, attach
-from cocod_accel.averaging.header import SUM_SIZE, Header, Kind, TransferError
+from cocod_accel.averaging.header import SUM_SIZE, Header, Kind
+from cocod_accel.comm.meeting import TransferError
 from tests import loops
 from tests.workers import run_outcomes
 

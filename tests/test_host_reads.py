@@ -6,6 +6,7 @@ A new line in what is found is a wait that somebody has added. It is either take
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,37 +14,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cocod_accel import SSGD, CoCoDSGD, LocalSGD, PipeSGD
 from cocod_accel.algorithms import Algorithm, Bucket
+from cocod_accel.comm.device import Moment
 from cocod_accel.comm.groups import Channels, TorchComm, TwoLevelComm
+from cocod_accel.config.loading import load_training_config
+from cocod_accel.runs.clock import TrainingClock
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.preflight import Report, Subject
 from cocod_accel.sync.sync import Sync
 from cocod_accel.tasks.data import Images
-from cocod_accel.trainer.steps import LossGuard
+from cocod_accel.trainer.pace import Pace
+from cocod_accel.trainer.steps import LossGuard, loss_of
+from cocod_accel.trainer.trainer import Trainer
+from cocod_accel.trainer.work import Position
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 from tests.test_ahead import ALGORITHMS
 
 #: Steps of each algorithm; more rounds than the averages whose headers may be unread.
 STEPS = 13
 
+RANDOM = ("qsgd:4", "terngrad")
+
 #: What a step, or a round's end, may wait for: the host is rounds ahead by then, and nothing has been put there since.
-IN_STEPS = {("event", "comm/device.py:value"): "headers and votes of averages that have come long ago"}
+IN_STEPS = {("event", "averaging/header.py:_read_first"): "headers and votes of averages that have come long ago"}
 
 #: Outside of steps, by what is called: who waits there, and why.
 ELSEWHERE = {
     "averaged": {
-        ("value", "averaging/replica.py:_take_mean"): "its header is read at once, because what is evaluated must be right"
+        **IN_STEPS,  # the average in flight lends its room
+        ("value", "averaging/evaluation.py:_take"): "its header is read at once, because what is evaluated must be right",
     },
     "finish": {("value", "averaging/header.py:check"): "so must a model that is exported"},
     "state_dict": {
-        ("event", "comm/device.py:value"): "no header may stay unread: a wrong average must not be saved",
-        ("event", "comm/device.py:seconds"): "what communication has cost so far is saved",
-        ("value", "averaging/part.py:<listcomp>"): "so is the drift",
+        ("event", "averaging/header.py:_read_first"): "no header may stay unread: a wrong average must not be saved",
+        ("event", "comm/traffic.py:_count"): "what communication has cost so far is saved",
+        ("value", "averaging/drift.py:state"): "so is the drift",
+        ("value", "averaging/drift.py:largest"): "and the largest",
     },
     "load_state_dict": {},
     "stats": {
-        ("event", "comm/device.py:seconds"): "what communication has cost is known when it has happened",
-        ("value", "averaging/part.py:<genexpr>"): "the drift is a number",
+        ("event", "comm/traffic.py:_count"): "what communication has cost is known when it has happened",
+        ("value", "averaging/drift.py:ratio"): "the drift is a number",
+        ("value", "averaging/drift.py:largest"): "the largest, too",
+        ("value", "averaging/drift.py:mean"): "and their mean",
     },
 }
 
@@ -85,27 +99,34 @@ def attached(
     return module, optimizer, Sync(subject, algorithm, channels, Nodes.of(stated, 0), reports)
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, *, own_gradients: bool = False) -> None:
-    """Gradients come from nowhere; whoever sums them gets them in one bucket, as from DDP."""
+def bucket_of(module: nn.Module) -> Bucket:
+    """All gradients, from nowhere, as DDP would hand them over."""
     parameters: list[Tensor] = list(module.parameters())
-    module(torch.empty(8, parameters[0].shape[1], device=CUDA))
-    if own_gradients:  # that are there already
-        optimizer.step()
-        return
     flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=CUDA)
     pieces = flat.split([parameter.numel() for parameter in parameters])
     gradients = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+    return Bucket(flat, gradients, parameters)
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync, bucket: Bucket | None = None) -> None:
+    """``bucket``: of gradients that are in their places already."""
+    module(torch.empty(8, next(module.parameters()).shape[1], device=CUDA))
+    backward(module, sync, bucket)
+    optimizer.step()
+
+
+def backward(module: nn.Module, sync: Sync, bucket: Bucket | None = None) -> None:
+    made = bucket_of(module) if bucket is None else bucket
     reducer = sync._driver.method if sync._inside is None else sync._inside
     if reducer.reduces_gradients:
-        bucket = Bucket(flat, gradients, parameters)
         reducer.backward_begins(False, False)
-        reducer.reduce(bucket)
-        reducer.send([bucket])
-        reducer.complete([bucket])
+        reducer.reduce(made)
+        reducer.send([made])
+        reducer.complete([made])
         reducer.backward_ends(False)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
+    if bucket is None:
+        for parameter, gradient in zip(made.parameters, made.gradients, strict=True):
+            parameter.grad = gradient
 
 
 def whole_life(device: FakeCuda, algorithm: Algorithm, nodes: bool) -> dict[str, set[tuple[str, str]]]:
@@ -131,11 +152,11 @@ def whole_life(device: FakeCuda, algorithm: Algorithm, nodes: bool) -> dict[str,
             module(torch.empty(8, 6, device=CUDA))
 
     during("steps", steps)
+    during("stats", sync.stats)
     during("averaged", averaged)
     state = during("state_dict", sync.state_dict)
     during("load_state_dict", lambda: sync.load_state_dict(state))
     during("finish", sync.finish)
-    during("stats", sync.stats)
     sync.detach()
     return found
 
@@ -145,13 +166,26 @@ def test_where_the_host_waits_for_a_gpu_is_known(nodes: bool) -> None:
     seen: dict[str, set[tuple[str, str]]] = {}
     with fake_cuda(4 if nodes else 2) as device:
         for name, algorithm in ALGORITHMS.items():
-            if (nodes and algorithm.reduces_gradients) or "qsgd" in name:  # no GPU, no random numbers of a GPU
+            if (nodes and algorithm.reduces_gradients) or algorithm.payload in RANDOM:  # no GPU, no random numbers of a GPU
                 continue
             for call, waits in whole_life(device, algorithm, nodes).items():
                 if call == "steps":
                     assert waits <= IN_STEPS.keys(), name
                 seen.setdefault(call, set()).update(waits)
     assert seen == {call: set(waits) for call, waits in {"steps": IN_STEPS, **ELSEWHERE}.items()}
+
+
+def test_averaged_momentum_is_asked_for_before_it_is_sent() -> None:
+    """Sums of other sizes would be mixed up, or hang, so workers compare what they hold, and wait for the answer."""
+    found = set()
+    with fake_cuda() as device:
+        module, optimizer, sync = attached(LocalSGD(2, optimizer_state="average"))
+        for _ in range(STEPS):
+            step(module, optimizer, sync)
+        found = {wait for wait in device.waits if wait[1] != "the test"} - IN_STEPS.keys()
+        sync.detach()
+    where = "averaging/replica.py:_agreed_optimizer_tensors"
+    assert found == {("copy", where), ("value", where)}
 
 
 def test_a_read_and_a_blocking_copy_are_noticed() -> None:
@@ -172,18 +206,52 @@ def test_a_read_and_a_blocking_copy_are_noticed() -> None:
         assert device.waits == []
 
 
-def test_a_batch_and_the_guard_of_the_trainer_wait_for_nothing() -> None:
+#: In an epoch of the built-in trainer, beside what a round's end may wait for.
+IN_AN_EPOCH = {
+    **IN_STEPS,
+    ("event", "trainer/steps.py:check"): "whether the losses of the round before were finite",
+    ("value", "trainer/steps.py:check_finite"): "at the epoch's end: and the last ones",
+    ("stream", "runs/clock.py:start"): "at its beginning: what is not training has been done",
+    ("stream", "runs/clock.py:stop"): "at its end: training has",
+}
+
+
+@pytest.mark.parametrize("algorithm", [CoCoDSGD(5), LocalSGD(2), SSGD(), PipeSGD(payload="int8")], ids=lambda a: str(a.name))
+def test_an_epoch_of_the_trainer_waits_for_what_is_known(algorithm: Algorithm) -> None:
+    """The trainer's own loop; a backward makes no gradients here, and the rest of a run is left away."""
+    config = load_training_config(["cluster.num_workers=2", "logging.every_steps=1000", "schedule.epochs=1"])
     with fake_cuda() as device:
         data = Images(torch.zeros(50, 3, 8, 8, dtype=torch.uint8), torch.zeros(50).long(), (0.5,) * 3, (0.2,) * 3, True)
-        guard, generator = LossGuard(0), torch.Generator()
-        losses: Tensor = torch.zeros((), device=CUDA)
-        data.batch(torch.arange(4), CUDA, generator)  # mean and std are sent once
+        data.batch(torch.arange(4), CUDA, None)  # mean and std are sent once
+        module = nn.Sequential(nn.Flatten(), nn.Linear(192, 10, device=CUDA))
+        _, optimizer, sync = attached(algorithm, module)
+        at, guard = Position(seed=0), LossGuard(0)
+        sync.control.listen()
+        sync.control.guard = lambda: guard.check(at.step)
+        worker = SimpleNamespace(
+            rank=0,
+            at=at,
+            guard=guard,
+            pace=Pace(is_on=False, device=CUDA),
+            clock=TrainingClock(CUDA),
+            losses=torch.zeros((), device=CUDA),
+            work=SimpleNamespace(steps=[STEPS], all_samples_per_own=lambda epoch: 2.0, learning_rate=lambda *_: 0.1),
+            batches=lambda epoch: (data.batch(torch.arange(4), CUDA, torch.Generator()) for _ in range(STEPS)),
+            loss=lambda inputs, labels: loss_of(module, inputs, labels),
+            accelerator=SimpleNamespace(backward=lambda loss: backward(module, sync)),
+            optimizer=optimizer,
+            now_at=lambda where: None,
+        )
+        trainer: Any = Trainer.__new__(Trainer)
+        trainer.config, trainer.worker, trainer.model, trainer.sync = config, worker, module, sync
+        trainer.recorder = SimpleNamespace(now=lambda: Moment(CUDA), computed=lambda start: Moment(CUDA))
+        trainer.checkpoints = SimpleNamespace(is_due=lambda: False)
         device.waits.clear()
-        for number in range(4):
-            inputs, labels = data.batch(torch.arange(4), CUDA, generator)
-            loss = nn.functional.cross_entropy(inputs.flatten(1)[:, :10], labels)
-            guard.note(loss)
-            losses += loss.detach()
-            if number % 2:
-                guard.check(number)
-        assert set(device.waits) <= {("event", "comm/device.py:value")}, "what it asked at the last round's end"
+        trainer._train_epoch(0)
+        found = list(device.waits)
+        sync.detach()
+    assert at.step == STEPS
+    assert set(found) <= IN_AN_EPOCH.keys()
+    assert found[0][1] == "runs/clock.py:start"
+    assert found[-1][1] == "runs/clock.py:stop"
+    assert sum(what != "event" for what, _ in found) <= 3, "once an epoch"

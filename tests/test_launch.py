@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
+from cocod_accel.trainer.launch import threads_of_each
 from tests.test_faults import workers_of
 from tests.test_trainer import BIN, ROOT, TINY
 
@@ -351,3 +352,19 @@ def test_a_slurm_job_that_fails_is_not_requeued(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?" in err.splitlines()
     assert not (tmp_path / "scontrol").exists()
+
+
+def test_threads_are_as_many_as_were_asked_for_or_as_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as many as the machine has cores: others may have been given those."""
+    allowed = os.sched_getaffinity(0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_of_each(1) == len(allowed)
+    assert threads_of_each(2 * len(allowed)) == 1
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert threads_of_each(1) == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    for asked, expected in (("3", 3), ("1", 1), ("0", len(allowed)), ("many", len(allowed)), ("", len(allowed))):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert threads_of_each(1) == expected

@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from cocod_accel import SSGD, CoCoDSGD, LocalSGD, Outer
+from cocod_accel import SSGD, CoCoDSGD, LocalSGD, Outer, PipeSGD
 from cocod_accel.algorithms import Algorithm
 from tests.fake_cuda import CUDA, fake_cuda
 from tests.test_ahead import begin, train
-from tests.test_host_reads import attached, step
+from tests.test_host_reads import attached, bucket_of, step
 from tests.test_trainer import ROOT
 from tests.workers import run_workers
 
@@ -26,6 +26,7 @@ WIDTH, LAYERS = 16384, 32
 ROWS: dict[str, tuple[Algorithm, bool]] = {
     "`SSGD()`": (SSGD(), False),
     '`SSGD(payload="int8")`': (SSGD(payload="int8"), False),
+    "`PipeSGD()`": (PipeSGD(), False),
     "`LocalSGD(k)`, `AsynLocalSGD(k)`": (LocalSGD(2), False),
     "`CoCoDSGD(k)`": (CoCoDSGD(2), False),
     '`CoCoDSGD(k, payload="int8")`': (CoCoDSGD(2, payload="int8"), False),
@@ -79,8 +80,9 @@ def bytes_a_parameter(algorithm: Algorithm, offloads: bool) -> list[float]:
     with fake_cuda() as device, Meter() as meter:
         device.is_done = True
         model, optimizer, sync = attached(algorithm, large(), offloads=offloads)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        bucket = bucket_of(model)
+        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()  # it makes its momentum
         numel = sum(parameter.numel() for parameter in model.parameters())
 
@@ -89,7 +91,7 @@ def bytes_a_parameter(algorithm: Algorithm, offloads: bool) -> list[float]:
 
         def steps() -> None:
             for _ in range(4):
-                step(model, optimizer, sync, own_gradients=True)
+                step(model, optimizer, sync, bucket)
 
         steps()
         found = [extra(meter.live)]

@@ -378,3 +378,12 @@ def test_the_full_grid_prints_its_commands() -> None:
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 48  # two data sets, two models, four algorithms, three seeds
     assert all("accelerate launch" in line and "cocod_accel.train" in line for line in lines)
+
+
+def test_the_mixed_cells_of_the_full_grid_slow_half_of_the_gpus_down(capsys: pytest.CaptureFixture[str]) -> None:
+    """With every algorithm: that a worker is slowed down on a device is shown in test_ahead."""
+    assert cli.main(["reproduce", "--scale", "full", "--only", "heterogeneous", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 72  # two data sets, two models, six variants, three seeds
+    slowed = f"emulate.slowdown=[{','.join(['2'] * 8 + ['1'] * 8)}]"
+    assert all("--config_file configs/accelerate/gpu" in line and slowed in line for line in lines)

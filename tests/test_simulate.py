@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cocod_accel import cli
+from cocod_accel.config import loading
+from cocod_accel.config.loading import load_config, save_config
 from tests.test_learning import DEFAULT
 from tests.test_trainer import command
 
@@ -45,3 +50,76 @@ def test_a_number_of_steps_does_not_go_with_learning(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "--steps=5: --learn trains whole epochs" in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+BIG = """
+name: big
+step_seconds: 0.1
+batch_size: 1
+workers: [{{count: {0}, speed: 1.0, jitter: 0.1}}, {{count: {0}, speed: 1.5}}]
+"""
+TASK = ["task.name=synthetic", "task.args={num_train: 200000, size: 4}", "model.name=mlp", "batch_size=1"]
+
+
+def test_many_workers_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In time that grows with their number, not with its square; the configuration is read back as it was."""
+    (tmp_path / "big.yaml").write_text(BIG.format(10_000))
+    line = [
+        str(tmp_path / "big.yaml"),
+        *TASK,
+        "--steps",
+        "3",
+        "--algorithms",
+        "cocod,asynlocal",
+        "--out",
+        str(tmp_path / "runs"),
+    ]
+    assert cli.main(["simulate", *line]) == 0
+    assert "20000 workers, 3 steps" in capsys.readouterr().out
+    (run, *_) = sorted((tmp_path / "runs").iterdir())
+    config = load_config([str(run / "config.yaml")])
+    assert config.speeds == [1.0] * 10_000 + [1.5] * 10_000
+    text = (run / "config.yaml").read_text()
+    save_config(config, tmp_path / "again.yaml")
+    assert (tmp_path / "again.yaml").read_text() == text
+    small = replace(config, cluster=replace(config.cluster, num_workers=3, speeds=[1.0, 2.5, 1e-5]))
+    for path, most in ((tmp_path / "tree.yaml", 3), (tmp_path / "line.yaml", 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading, "_MOST_IN_TREE", most)
+            save_config(small, path)
+        assert load_config([str(path)]) == small
+    assert (tmp_path / "tree.yaml").read_text() != (tmp_path / "line.yaml").read_text()
+
+
+@pytest.mark.parametrize("count", [50_001, 10**12, 10**30])
+def test_more_workers_than_can_be_simulated_are_refused(
+    count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "big.yaml").write_text(BIG.format(count))
+    assert cli.main(["simulate", str(tmp_path / "big.yaml"), *TASK, "--out", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    if count < 10**20:
+        assert said == f"error: {tmp_path / 'big.yaml'}: workers={2 * count}: at most 100,000 workers can be simulated\n"
+    assert said.count("\n") == 1
+    assert len(said) < 300
+    assert cli.main(["simulate", CLUSTER, *TASK, "--workers", str(2 * count)]) == 2
+    assert capsys.readouterr().err == f"error: --workers={2 * count}: at most 100,000 workers can be simulated\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_on_many_workers_is_one_short_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "big.yaml").write_text(BIG.format(20_000).replace("speed: 1.5", "speed: 1e9"))
+    assert cli.main(["simulate", str(tmp_path / "big.yaml"), *TASK]) == 2
+    said = capsys.readouterr().err
+    assert "the fastest, 1e+09, is over 1,000,000 times the slowest, 1;" in said
+    assert len(said) < 300
+    (tmp_path / "big.yaml").write_text(BIG.format(20_000))
+    for given in (
+        ["batch_size=100"],
+        ["cluster.global_batch=7"],
+        ["algorithm.name=asynlocal", "algorithm.period=100"],
+        ["--seed"],
+    ):
+        with contextlib.suppress(SystemExit):
+            assert cli.main(["simulate", str(tmp_path / "big.yaml"), *TASK, *given]) == 2
+        assert max(map(len, capsys.readouterr().err.splitlines())) < 1000, given

@@ -346,7 +346,7 @@ def test_an_exception_on_one_worker_ends_all_without_a_wait() -> None:
     assert outcomes[1].error is not None
     assert outcomes[1].error[0] == "KeyError"
     assert outcomes[0].error is not None
-    assert outcomes[0].error[0] == "RuntimeError"  # gloo's: the connection was closed by the peer
+    assert outcomes[0].error[:2] == ("TransferError", "rank 1 has left: KeyError: 'broken batch'")
 
 
 def all_raise_and_attach_again(rank: int) -> list[Tensor]:
@@ -421,7 +421,9 @@ def test_stats_can_be_logged_as_a_mapping() -> None:
     model = loops.make_model()
     with attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(3)) as sync:
         stats = sync.stats()
-    assert dict(stats) == {"rounds": 0, "bytes": 0, "exposed_seconds": 0.0, "hidden_seconds": 0.0, "drift": 0.0}
+    counts = dict.fromkeys(("rounds", "bytes"), 0)
+    figures = ("exposed_seconds", "hidden_seconds", "drift", "largest_drift", "mean_drift")
+    assert dict(stats) == {**counts, **dict.fromkeys(figures, 0.0)}
     assert stats.rounds == stats["rounds"] == 0
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from cocod_accel import ALGORITHMS, cli, train
 from cocod_accel.checkpoint.files import checkpoints_in
+from cocod_accel.comm.device import Moment
 from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
 from cocod_accel.trainer.recorder import Recorder
@@ -390,14 +391,14 @@ def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> Non
 def stopped_by_one(rank: int, arguments: list[str]) -> int:
     """Worker 1 alone is asked to stop after its 9th training step."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    spanned = Recorder.span
+    noted = Recorder.computed
 
-    def span(self: Recorder, name: str, start: float, end: float) -> None:
-        spanned(self, name, start, end)
-        if rank == 1 and self.worker.step == 9 and name == "compute":
+    def computed(self: Recorder, start: Moment | None) -> None:
+        noted(self, start)
+        if rank == 1 and self.worker.step == 9:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Recorder.span = span  # type: ignore[method-assign]
+    Recorder.computed = computed  # type: ignore[method-assign]
     return train.main(arguments)
 
 

@@ -75,6 +75,7 @@ class Follower:
             if path.name[0] != "." and path.name not in ("runs", "data", "wandb", "plan", "report"):
                 (folder / path.name).symlink_to(path)
         (folder / ".venv").symlink_to(sys.prefix)
+        syncs = (ROOT / page).is_file() and "wandb sync" in (ROOT / page).read_text()
         # No account, no accelerate configuration and no workers of whoever runs the tests; no file of theirs is written.
         own = ("WANDB_", "ACCELERATE_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "PYTHONPATH")
         self.environment = {
@@ -88,7 +89,7 @@ class Follower:
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
             # What is compared does not come from wandb; a page that syncs its files needs them.
-            **({} if "wandb sync" in (ROOT / page).read_text() else {"WANDB_MODE": "disabled"}),
+            **({} if syncs else {"WANDB_MODE": "disabled"}),
             "DS_ACCELERATOR": "cpu",  # else DeepSpeed, if it is installed, says on standard output that it has found no GPU
         }
 

@@ -20,7 +20,7 @@ import pytest
 
 from cocod_accel import cli
 from cocod_accel.report.watch import duration, is_locked, lines, snapshot, watch
-from cocod_accel.runs.reading import read_parts, read_run, text_config
+from cocod_accel.runs.reading import read_parts, text_config
 from cocod_accel.runs.spans import read_spans
 from tests.run_folders import write_run
 
@@ -258,7 +258,7 @@ def test_wandb_is_told_what_the_run_folder_holds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["code"] == 0
-    run = read_run(tmp_path / "told")
+    run = read_parts(tmp_path / "told")
     assert (told["name"], told["group"], told["job"], told["offline"]) == ("told", "mine", "cocod", True)
     assert text_config(told["config"]) == run.config
     # Every row of the folder, under wandb's names: loss as train/loss, drift as comm/drift.

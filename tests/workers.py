@@ -98,6 +98,7 @@ def _main(
 def _serve(pipe: Connection) -> None:
     """One kept rank: answers calls until no more come, one raises, or one leaves something behind."""
     gc.freeze()  # what the server has imported is never garbage, and looking through it would copy it
+    atexit.register(gc.unfreeze)
     environment = dict(os.environ)
     process = _Process()
     while True:
@@ -151,10 +152,12 @@ class _Process:
     def __init__(self) -> None:
         modules = [m for name, m in sys.modules.items() if name in _PATCHABLE or name.startswith("cocod_accel")]
         holders: dict[int, Any] = {id(module): module for module in modules}
-        for module in modules:
-            for value in vars(module).values():
-                if isinstance(value, type) and value.__module__ == module.__name__:
-                    holders[id(value)] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # asking a deprecated name of torch's
+            for module in modules:
+                for value in vars(module).values():
+                    if isinstance(value, type) and value.__module__ == module.__name__:
+                        holders[id(value)] = value
         self._functions = [(holder, {k: v for k, v in vars(holder).items() if callable(v)}) for holder in holders.values()]
         self._state = self._now()
 

@@ -170,6 +170,9 @@ class Algorithm:
     def backward_ends(self, without_ddp: bool) -> None:
         """Gradients have been accumulated; a driver without buckets has nothing else to say."""
 
+    def backward_dropped(self) -> None:
+        """The last backward was for the sake of another model, and its gradients are gone: as if it had not been."""
+
     def after_buckets(self) -> None:
         """The gradients of all buckets are in ``.grad``, except where DDP found a parameter unused by every worker."""
 
@@ -178,7 +181,7 @@ class Algorithm:
         self.replica.poll()
 
     def state(self) -> Any:
-        """What a resumed run needs beside the replica's own state."""
+        """What a resumed run needs beside the replica's own state; tensors of it are copied by whoever keeps them."""
         return None
 
     def load_state(self, state: Any) -> None:

@@ -76,6 +76,13 @@ class PipeSGD(GradientAlgorithm):
             self._deliver(self._keep({p: p.grad for p in self.replica.parameters if p.grad is not None}))
             self._is_kept = True
 
+    def backward_dropped(self) -> None:
+        super().backward_dropped()
+        if self._is_delivered and not self._is_kept:  # what was delivered is still the next step's
+            self._wait()
+            self._previous, self._spare = self._spare, self._previous
+        self._is_delivered = self._is_kept = False
+
     @torch.no_grad()
     def after_buckets(self) -> None:
         """What the step before used and this one does not: its gradient is due now all the same."""
@@ -99,19 +106,18 @@ class PipeSGD(GradientAlgorithm):
 
     def state(self) -> Any:
         self._wait()
-        previous = None if self._previous is None else self._previous.clone_buffers()
+        previous = None if self._previous is None else self._previous.buffers
         return previous if self._coder is None else {"previous": previous, **self._coder.state()}
 
     def load_state(self, state: Any) -> None:
         self._wait()
-        loaded = None
         if self._coder is not None:
             self._coder.load(state)
         previous = state["previous"] if isinstance(state, dict) else state
+        self._previous = self._spare = None  # freed before there is more
         if previous is not None:
-            loaded = FlatCopy(self.replica.parameters)
-            loaded.fill(previous)
-        self._previous, self._spare = loaded, None
+            self._previous = FlatCopy(self.replica.parameters)
+            self._previous.fill(previous)
         self._is_delivered = self._is_kept = False
 
     def poll(self) -> None:

@@ -51,6 +51,13 @@ class GradientAlgorithm(Algorithm):
         if self._coder is not None:
             self._coder.settle()
 
+    def backward_dropped(self) -> None:
+        if self._coder is not None and make_codec(self.payload).has_feedback:
+            raise RuntimeError(
+                f"payload={self.payload!r} has kept what it dropped of a backward that no step follows, for another model's "
+                "loss; call requires_grad_(False) on this model while that loss is computed, or use payload='fp32'"
+            )
+
     def start(self, equal: bool) -> None:
         # Mean gradients keep equal models equal; they never make different ones equal.
         if not equal:

@@ -8,7 +8,8 @@ block, in float32:
 ``int8``        the nearest multiple of s = max |v| / 127; 8 bits each
 ``int4``        the nearest multiple of s = max |v| / 7; 4 bits each
 ``ternary``     the nearest of -s, 0 and s, where s = min(max |v|, 1.9 mean |v|); 2 bits each
-``topk:SHARE``  the ceil(SHARE x chunk) largest of a chunk as they are, with their places; the others are 0
+``topk:SHARE``  the ceil(SHARE x block) largest of a block as they are, with their places; the others are 0; a block is a
+                chunk, or an equal part of one that has more than 2^28 elements
 ``qsgd:BITS``   s = ||v||_2 / (2^(BITS - 1) - 1); v / s is rounded up or down at random, so that its mean is v / s
 ``terngrad``    of a tensor, clipped at 2.5 standard deviations: -s, 0 or s with s = max |v| at random, with mean v
 ==============  ==================================================================================================
@@ -249,7 +250,7 @@ class Ternary(Scaled):
 class TopK(Codec):
     """The largest of a chunk, with their places."""
 
-    max_block = None
+    max_block = 1 << 28  # places are of 32 bits, and what works on a block takes memory; a larger chunk is several
 
     def __init__(self, share: float) -> None:
         self.share = share

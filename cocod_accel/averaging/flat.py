@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,24 @@ def whole_size(tensor: Tensor) -> int:
 def floating(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those that can be averaged."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def numels_of_cores(tensors: Sequence[Tensor]) -> list[int]:
+    """Elements of the ``cores`` of a :class:`FlatCopy`, without making one."""
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for tensor in tensors:
+        key = tensor.device, payload_dtype(as_real(tensor).dtype)
+        sizes[key] = sizes.get(key, 0) + as_real(tensor).numel()
+    return [size for size in sizes.values() if size]
+
+
+def copied(tree: Any) -> Any:
+    """A state with tensors of its own."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return type(tree)(copied(value) for value in tree) if isinstance(tree, list | tuple) else tree
 
 
 def square_sums(flat: Tensor) -> list[Tensor]:
@@ -197,11 +216,8 @@ class FlatCopy:
             source: view for segment in self.segments for source, view in zip(segment.sources, segment.views, strict=True)
         }
 
-    def clone_buffers(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self.buffers]
-
     def fill(self, values: Sequence[Tensor]) -> None:
-        """Take values made by :meth:`clone_buffers` for the same tensors."""
+        """Take the ``buffers`` of another copy of the same tensors."""
         sizes, expected = [value.numel() for value in values], [buffer.numel() for buffer in self.buffers]
         if sizes != expected:
             raise ValueError(f"the saved state has {sizes} elements, this model {expected}; load a state of this model")

@@ -70,8 +70,8 @@ class GradientCoder:
         self.settle()
         return {
             "number": self._number,
-            "residuals": [coder.residual.clone() for coder in self._coders],
-            "owned_residuals": [coder.owned_residual.clone() for coder in self._coders],
+            "residuals": [coder.residual for coder in self._coders],
+            "owned_residuals": [coder.owned_residual for coder in self._coders],
         }
 
     def load(self, state: dict[str, Any] | None) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cocod_accel.comm.device import Fetch, runs_ahead
+from cocod_accel.comm.meeting import TransferError
 
 #: Elements that a summed buffer has room for at its end.
 SUM_SIZE = 7
@@ -42,10 +43,6 @@ class Kind(IntEnum):
     FINISH = 2
     EVALUATION = 3
     GRADIENT = 4
-
-
-class TransferError(RuntimeError):
-    """Averages that do not belong together have met."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocod_accel.averaging.coder import Coder, launch_coded
 from cocod_accel.averaging.drift import Drift
-from cocod_accel.averaging.flat import FlatCopy, Segment, square_sums
+from cocod_accel.averaging.flat import FlatCopy, Segment, numels_of_cores, square_sums
 from cocod_accel.averaging.header import Header, Kind
 from cocod_accel.averaging.offload import HostCopy
 from cocod_accel.averaging.polls import Polls
@@ -135,10 +135,10 @@ class Part:
         self._in_flight = flight
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """x <- z + a (x - x_t), if an average is in flight."""
+    def merge(self) -> bool:
+        """x <- z + a (x - x_t), if an average is in flight; whether one was."""
         if self._in_flight is None:
-            return
+            return False
         self.land()
         flight, self._in_flight = self._in_flight, None
         if self._left_out is not None and self.point is not None:
@@ -152,12 +152,13 @@ class Part:
                 torch._foreach_sub_(segment.tensors, segment.views)
         self.drift = flight.drift
         self._count_bytes(flight)
+        return True
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """x <- z, and extras <- their mean, if an average is in flight."""
+    def adopt(self) -> bool:
+        """x <- z, and extras <- their mean, if an average is in flight; whether one was."""
         if self._in_flight is None:
-            return
+            return False
         flight, self._in_flight = self._in_flight, None
         assert flight.handle is not None, "a landed average keeps only what a merge needs"
         self._arrive(flight)
@@ -174,6 +175,7 @@ class Part:
             torch._foreach_copy_(segment.tensors, segment.views)
         self._point_is_set()
         self.drift = drift
+        return True
 
     @torch.no_grad()
     def land(self) -> None:
@@ -209,15 +211,16 @@ class Part:
         self._point_is_set()
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Take in what is in flight with all of this worker's own steps, because the run stops here for a while."""
-        self.merge()
+        was_in_flight = self.merge()
         self.polls.settle()
         if self._has_left_out and self._left_out is not None:
             for segment in self._left_out.segments:
                 torch._foreach_add_(segment.tensors, segment.views)
             self._has_left_out = False
         self._room.pair = None
+        return was_in_flight
 
     @torch.no_grad()
     def set_common(self, views: Mapping[Tensor, Tensor]) -> None:
@@ -291,7 +294,7 @@ class Part:
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse what :meth:`load` could not load, before anything is changed."""
         if state["in_flight"] is not None:
-            _check_sizes("state", state["in_flight"], [core.numel() for core in FlatCopy(self.parameters).cores])
+            _check_sizes("state", state["in_flight"], numels_of_cores(self.parameters))
         if self.point is None:
             return
         self.point.check_state(state["point"])

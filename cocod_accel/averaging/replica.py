@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocod_accel.averaging.drift import Drift
+from cocod_accel.averaging.drift import Drift, DriftHistory
 from cocod_accel.averaging.evaluation import Evaluation
 from cocod_accel.averaging.flat import balanced_cuts, floating, whole_size
 from cocod_accel.averaging.header import Kind
@@ -50,7 +50,7 @@ class Replica:
         #: The optimizer state of some parameters, averaged by value with them, except for evaluation; None: it stays local.
         self.optimizer_tensors: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
         self._exact: Part | None = None
-        self._exact_drift: Drift | None = None
+        self._drifts = DriftHistory()
         #: The mean to evaluate with.
         self.evaluation = Evaluation(self.parameters, buffers, self.parts, route)
         self._is_offloaded = False
@@ -73,13 +73,13 @@ class Replica:
 
     def merge(self, part: int = 0) -> None:
         """x <- x + (mean_t - x_t), or what else the rule says, if an average of this part is in flight."""
-        self.parts[part].merge()
-        self._exact_drift = None
+        if self.parts[part].merge():
+            self._note_drift(part)
 
     def adopt(self, part: int = 0) -> None:
         """x <- mean_t, or what else the rule says, if an average of this part is in flight."""
-        self.parts[part].adopt()
-        self._exact_drift = None
+        if self.parts[part].adopt():
+            self._note_drift(part)
 
     def begin(self, *, equal: bool) -> None:
         """Training begins; ``equal``: all workers hold the same parameters."""
@@ -88,8 +88,9 @@ class Replica:
 
     def settle(self) -> None:
         """Take in whatever is in flight, because the run stops here for a while."""
-        for part in self.parts:
-            part.settle()
+        for index, part in enumerate(self.parts):
+            if part.settle():
+                self._note_drift(index)
 
     def poll(self) -> None:
         """Note in passing whether averages in flight have arrived."""
@@ -103,7 +104,21 @@ class Replica:
     @property
     def drift(self) -> float:
         """||x_t - mean_t|| / ||mean_t|| at the last merge of each part; 0 before it."""
-        return (self._exact_drift or Drift.sum_of([part.drift for part in self.parts])).ratio
+        return self._drift.ratio
+
+    @property
+    def drifts(self) -> DriftHistory:
+        """Of all merges so far."""
+        return self._drifts
+
+    @property
+    def _drift(self) -> Drift:
+        return Drift.sum_of([part.drift for part in self.parts])
+
+    def _note_drift(self, part: int) -> None:
+        """Once a round, when its last part has been merged."""
+        if part == len(self.parts) - 1:
+            self._drifts.add(self._drift)
 
     # ---- the exact mean
 
@@ -126,7 +141,6 @@ class Replica:
         mean = exact.mean_in_flight
         exact.adopt()
         if mean is not None:
-            self._exact_drift = exact.drift
             for part in self.parts:
                 part.set_common(mean.views)
 
@@ -135,7 +149,7 @@ class Replica:
     def state(self, *, copies: bool = True) -> dict[str, Any]:
         """Waits for what is in flight; starts no collective. Without ``copies`` it holds only until the next step."""
         parts = [part.state(copies=copies) for part in self.parts]
-        return {"parts": parts, "drift": None if self._exact_drift is None else self._exact_drift.state()}
+        return {"parts": parts, "drifts": self._drifts.state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse what :meth:`load_state` could not load, before anything is changed."""
@@ -144,8 +158,7 @@ class Replica:
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """None: the state of a run with other workers."""
-        drift = None if state is None else state["drift"]
-        self._exact_drift = None if drift is None else Drift.of_state(drift)
+        self._drifts.load(None if state is None else state.get("drifts"))
         for index, part in enumerate(self.parts):
             part.load(None if state is None else state["parts"][index])
 

@@ -10,15 +10,19 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+#: Weights are relative, so larger ones mean nothing; and sums of them must stay finite.
+_LARGEST = 1e100
+
 
 def check_weight(weight: object) -> float:
     """A worker's weight M_i as a positive finite float."""
     if isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(f"weight={weight!r} is not a number; pass this worker's batch size, e.g. weight=32")
-    value = float(weight)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"weight={weight!r} is not positive and finite; pass this worker's batch size, e.g. weight=32")
-    return value
+    if not 1 / _LARGEST <= weight <= _LARGEST:  # not with nan either
+        is_long = isinstance(weight, int) and weight.bit_length() > 400
+        shown = f"a number of {weight.bit_length()} bits" if is_long else repr(weight)
+        raise ValueError(f"weight={shown} is not positive and finite; pass this worker's batch size, e.g. weight=32")
+    return float(weight)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ from cocod_accel.sync.states import readable, without_averages
 from cocod_accel.sync.sync import Sync
 
 logger = logging.getLogger(__name__)
+
+#: Of what a file says about itself, no more is repeated.
+_LONGEST_PROBLEM = 500
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,15 @@ class Checkpoints:
         self._scaler: Any = scaler if scaler is not None else getattr(accelerator, "scaler", None)
         self._position: Any = None
         self._custom_objects: list[Any] = []
+        self._is_saving = False
+        #: What optimizers take at their next ``load_state_dict``, whatever they are given, by their number.
+        self._next_states: dict[int, Any] = {}
         if self._accelerator is not None:
             accelerator.register_save_state_pre_hook(self._save_hook)
             accelerator.register_load_state_pre_hook(self._load_hook)
+            sync.reminder.is_quiet = True  # accelerate asks for the model before it asks the hooks
+            for number, optimizer in enumerate(self._subject.optimizers):
+                optimizer.register_load_state_dict_pre_hook(partial(self._next_state, number))
 
     # ---- saving
 
@@ -113,8 +123,12 @@ class Checkpoints:
 
         def write() -> dict[str, Any]:
             if self._accelerator is not None:
-                with self._without_custom_objects():
-                    self._accelerator.save_state(str(temporary))
+                self._is_saving = True
+                try:
+                    with self._without_custom_objects():
+                        self._accelerator.save_state(str(temporary))
+                finally:
+                    self._is_saving = False
             else:
                 self._save_hook([], [], str(temporary))
             return {"weight": self._sync.weight, **_described(temporary / worker_file(self._rank))}
@@ -171,13 +185,17 @@ class Checkpoints:
     def _save_hook(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """On every worker, before accelerate writes its own files."""
         index = self._index_in(models)
-        if index is not None and weights:
-            del weights[index]  # accelerate would keep worker 0's model only
+        if index is not None and weights:  # accelerate would keep worker 0's model
+            if self._is_saving or not self._sync.is_attached:
+                del weights[index]
+            else:
+                weights[index] = self._sync.mean_state_dict()
         self.write_worker(folder)
 
     def write_worker(self, folder: str | Path) -> None:
         """This worker's part of a checkpoint that somebody else puts together. Not collective."""
-        model, buffers = held(self._subject)
+        with self._sync.reminder.quiet():
+            model, buffers = held(self._subject)
         with whole_optimizers(self._subject):
             optimizers = [optimizer_state(optimizer) for optimizer in self._subject.optimizers]
         tree = {
@@ -207,10 +225,6 @@ class Checkpoints:
             self._accelerator._custom_objects.extend(self._custom_objects)
 
     def _load_custom_objects(self, tree: Any) -> None:
-        if len(tree["custom"]) != len(self._custom_objects):
-            raise ValueError(
-                f"holds {len(tree['custom'])} registered objects, but {len(self._custom_objects)} are registered here"
-            )
         for thing, state in zip(self._custom_objects, tree["custom"], strict=True):
             thing.load_state_dict(state)
 
@@ -243,6 +257,7 @@ class Checkpoints:
                 weights, position, has_same_nodes = checked[0]
                 is_exact = has_same_nodes and (is_same is None or is_same(position))
                 return self._restore(candidate, weights, is_exact)
+            error = error if len(error) <= _LONGEST_PROBLEM else f"{error[:_LONGEST_PROBLEM]}..."
             problems.append(f"{candidate}: {error}")
             if self._rank == 0 and candidate != candidates[-1]:
                 logger.warning("checkpoint %s cannot be used (%s); trying the one before", candidate, error)
@@ -272,6 +287,8 @@ class Checkpoints:
             extra = {entry.name for entry in path.iterdir()} - set(manifest["files"]) - {MANIFEST}
             if extra:
                 raise ValueError(f"holds files that were not written with it: {', '.join(sorted(extra))}")
+        for name in self._of_accelerate(manifest):
+            _check_loadable(path / name)
         saved, attached = manifest["algorithm"], self._sync.algorithm
         if saved != attached:
             raise ValueError(f"was saved with {saved}, but {attached} is attached")
@@ -279,7 +296,7 @@ class Checkpoints:
         # All of them are needed for their mean; the first one's is looked at last, because its position counts.
         for rank in [self._rank] if num_workers == self._num_workers else reversed(mixed):
             tree = packing.read(path / worker_file(rank))
-            with whole_optimizers(self._subject):
+            with whole_optimizers(self._subject), self._sync.reminder.quiet():
                 check_tree(tree, *held(self._subject), self._subject.optimizers)
             self._check_rest(tree, num_workers)
             if check is not None:
@@ -298,10 +315,23 @@ class Checkpoints:
             )
         return [node[here.index(self._rank)] for node in manifest["nodes"]]
 
+    def _of_accelerate(self, manifest: dict[str, Any]) -> list[str]:
+        """The files that accelerate will load on this worker, and unpickle with ``weights_only=True``."""
+        if self._accelerator is None:
+            return []
+        own = f"random_states_{self._rank}.pkl"
+        names = [name for name in manifest["files"] if name.endswith((".bin", ".pkl"))]
+        return [name for name in names if name == own or not name.startswith("random_states_")]
+
     def _check_rest(self, tree: Any, num_workers: int) -> None:
         """What this run has besides a model and its optimizers."""
         if tree["num_workers"] != num_workers:
             raise ValueError(f"was saved by {tree['num_workers']} workers, but lists {num_workers}")
+        accelerator = self._accelerator
+        for key, there in (("custom", "_custom_objects"), ("schedulers", "_schedulers")):
+            registered = len(getattr(accelerator, there, []))
+            if len(tree[key]) != registered:
+                raise ValueError(f"holds {len(tree[key])} registered objects ({key}), but {registered} are registered here")
         if (tree["engine"] is None) != (self._subject.engine is None):
             raise ValueError("was saved with an engine, or is loaded into one, but not both")
         own, saved = (None if self._scaler is None else self._scaler.state_dict()), tree["scaler"]
@@ -315,8 +345,11 @@ class Checkpoints:
 
             def load() -> None:
                 if self._accelerator is not None:
-                    with self._without_custom_objects():
-                        self._accelerator.load_state(str(path))
+                    try:
+                        with self._without_custom_objects():
+                            self._accelerator.load_state(str(path))
+                    finally:
+                        self._next_states.clear()
                     self._load_custom_objects(self._loaded)
                 else:
                     self._load_hook([], str(path))
@@ -367,9 +400,9 @@ class Checkpoints:
         load_held(self._subject, tree)
         prepared = [wrapper.optimizer for wrapper in getattr(self._accelerator, "_optimizers", [])]
         with whole_optimizers(self._subject):
-            for optimizer, state in zip(self._subject.optimizers, tree["optimizers"], strict=True):
+            for number, (optimizer, state) in enumerate(zip(self._subject.optimizers, tree["optimizers"], strict=True)):
                 if any(optimizer is other for other in prepared):
-                    _replace_next_state(optimizer, state)  # accelerate is about to load worker 0's
+                    self._next_states[number] = state  # accelerate is about to load worker 0's
                 else:
                     load_optimizer(optimizer, state)
         self._sync.load_state_dict(tree["sync"])
@@ -377,6 +410,9 @@ class Checkpoints:
         if self._scaler is not None and tree["scaler"] is not None:
             self._scaler.load_state_dict(tree["scaler"])
         self._loaded = tree
+
+    def _next_state(self, number: int, _: torch.optim.Optimizer, given: dict[str, Any]) -> Any:
+        return self._next_states.pop(number, None)
 
     def _index_in(self, models: Sequence[nn.Module]) -> int | None:
         found = [index for index, model in enumerate(models) if unwrap(model)[0] is self._subject.module]
@@ -387,6 +423,15 @@ def _described(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
 
 
+def _check_loadable(path: Path) -> None:
+    from accelerate.utils.other import load as load_restricted
+
+    try:
+        load_restricted(path, map_location="meta", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from error
+
+
 def _packable(state: Any) -> Any:
     """None for a state that only pickle could keep; accelerate then keeps it, for the same number of workers."""
     try:
@@ -394,13 +439,3 @@ def _packable(state: Any) -> Any:
     except TypeError:
         return None
     return state
-
-
-def _replace_next_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The next ``load_state_dict`` of ``optimizer`` takes ``state``, whatever it is given."""
-
-    def replaced(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        handle.remove()
-        return state
-
-    handle = optimizer.register_load_state_dict_pre_hook(replaced)

@@ -134,6 +134,10 @@ _PART = record(
         "left_out": optional(_TENSORS),
     }
 )
+#: "drift" is what the release before kept of an exact mean.
+_AVERAGES = record(
+    {"parts": each(_PART), "drifts": each(number, 3), "drift": optional(each(each(number), 2))}, ("drifts", "drift")
+)
 _OPTIONS = record({"payload": word, "fragments": count, "own_share": number, "outer": each(anything, 3)})
 _SYNC = record(
     {
@@ -145,7 +149,7 @@ _SYNC = record(
         "due": each(each(count, 2)),
         "options": _OPTIONS,
         "method": anything,
-        "averages": optional(record({"parts": each(_PART), "drift": optional(each(each(number), 2))})),
+        "averages": optional(_AVERAGES),
         "traffic": each(_TRAFFIC),
         "nodes": each(each(count)),
     },

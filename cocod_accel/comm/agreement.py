@@ -10,18 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocod_accel.comm.device import current
+from cocod_accel.comm.meeting import Seat
 
 T = TypeVar("T")
 
 
-def exchange_reports(report: Any, group: Any, device: torch.device | None = None) -> list[Any]:
+def exchange_reports(
+    report: Any, group: Any, device: torch.device | None = None, *, what: str = "exchanging figures"
+) -> list[Any]:
     """Every worker's report, in rank order; a group of None is this worker alone.
 
     ``device``: what this worker trains on. NCCL sends objects through the current device, which is everybody's first one
-    in a loop that never called ``set_device``.
+    in a loop that never called ``set_device``. ``what``: this worker is doing; workers that do different things raise.
     """
     if group is None:
         return [report]
+    seat = Seat.for_calls(group)
+    if seat is not None:
+        seat.meets(what)
     reports: list[Any] = [None] * dist.get_world_size(group)
     with current(torch.device("cpu") if device is None else device):
         dist.all_gather_object(reports, report, group=group)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cocod_accel.comm.device import Moment, Reached, beside, order, runs_ahead
 from cocod_accel.comm.handles import Communicator, Exchange, Handle, SoloComm, ring_bytes, ring_total, shares
+from cocod_accel.comm.meeting import Seat
 
 _HOST = torch.device("cpu")
 
@@ -27,8 +28,10 @@ _HOST = torch.device("cpu")
 class TorchComm:
     """``torch.distributed`` on a process group that nobody else uses, so that no other order can mix in."""
 
-    def __init__(self, group: Any, gathers: Any = None) -> None:
+    def __init__(self, group: Any, gathers: Any = None, *, is_seated: bool = False) -> None:
+        """``is_seated``: whoever waits on the host notices if the others will not come."""
         self.group = group
+        self._seat, self._gather_seat = (Seat.of(one) if is_seated else None for one in (group, gathers))
         #: Where second stages are sent: workers begin them at different moments, between whatever else they send.
         self._gathers = gathers
         self._last: _GatheredHandle | None = None
@@ -38,7 +41,7 @@ class TorchComm:
         self.shard_index, self.num_shards = 0, 1
 
     def launch(self, tensors: Sequence[Tensor]) -> Handle:
-        works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
+        works = [_taken(dist.all_reduce(tensor, group=self.group, async_op=True), self._seat) for tensor in tensors]
         return Handle(works, self.sent_bytes(tensors), _device_of(tensors), lane=self._lane, kept=tensors)
 
     def sent_bytes(self, tensors: Sequence[Tensor]) -> int:
@@ -46,7 +49,10 @@ class TorchComm:
 
     def exchange(self, parts: Sequence[Exchange]) -> Handle:
         assert self._gathers is not None, "opened without exchanges"
-        works = [dist.all_to_all_single(part.incoming, part.rows, group=self.group, async_op=True) for part in parts]
+        works = [
+            _taken(dist.all_to_all_single(part.incoming, part.rows, group=self.group, async_op=True), self._seat)
+            for part in parts
+        ]
         # N - 1 of N rows in either stage, as in a ring.
         num_bytes = ring_total(sum(part.num_bytes for part in parts), self.size)
         device = parts[0].rows.device
@@ -74,8 +80,13 @@ class TorchComm:
         for part in parts:
             part.combine()
             whole, mine = part.made.view(-1), part.made[self.rank]
-            works.append(dist.all_gather_into_tensor(whole, mine, group=self._gathers, async_op=True))
+            work = dist.all_gather_into_tensor(whole, mine, group=self._gathers, async_op=True)
+            works.append(_taken(work, self._gather_seat))
         return works
+
+    @property
+    def seats(self) -> list[Seat]:
+        return [seat for seat in (self._seat, self._gather_seat) if seat is not None]
 
 
 class TwoLevelComm:
@@ -85,17 +96,18 @@ class TwoLevelComm:
     the node gathers the shares. Rank and size are those of nodes.
     """
 
-    def __init__(self, outer: Communicator, node: Any) -> None:
+    def __init__(self, outer: Communicator, node: Any, seat: Seat | None = None) -> None:
         #: Between this worker and its peers.
         self.outer = outer
         self.rank, self.size = outer.rank, outer.size
         self._node = node
+        self._seat = seat
         self.shard_index, self.num_shards = dist.get_rank(node), dist.get_world_size(node)
         self._last: _GatheredHandle | None = None
 
     def with_outer(self, outer: Communicator) -> TwoLevelComm:
         """The same node, and another way between nodes; this one stays as it is."""
-        changed = TwoLevelComm(outer, self._node)
+        changed = TwoLevelComm(outer, self._node, self._seat)
         changed._last = self._last
         return changed
 
@@ -122,10 +134,11 @@ class TwoLevelComm:
             self._last.let_go(seconds)
 
     def _gather_results(self, parts: Sequence[Exchange]) -> list[Any]:
-        return [
-            dist.all_gather_into_tensor(part.results.view(-1), part.made.view(-1), group=self._node, async_op=True)
-            for part in parts
-        ]
+        works = []
+        for part in parts:
+            whole, mine = part.results.view(-1), part.made.view(-1)
+            works.append(_taken(dist.all_gather_into_tensor(whole, mine, group=self._node, async_op=True), self._seat))
+        return works
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
         return shares(tensor, self.shard_index, self.num_shards)
@@ -137,8 +150,13 @@ class TwoLevelComm:
             if share:
                 mine = tensor[share * self.shard_index : share * (self.shard_index + 1)]
                 whole = tensor[: share * self.num_shards]
-                works.append(dist.all_gather_into_tensor(whole, mine, group=self._node, async_op=True))
+                works.append(_taken(dist.all_gather_into_tensor(whole, mine, group=self._node, async_op=True), self._seat))
         return works
+
+    @property
+    def seats(self) -> list[Seat]:
+        outer = self.outer.seats if isinstance(self.outer, TorchComm) else []
+        return [*outer, *([] if self._seat is None else [self._seat])]
 
 
 class _GatheredHandle(Handle):
@@ -215,6 +233,11 @@ class _GatheredHandle(Handle):
             self._before = self._gather = None
 
 
+def _taken(work: Any, seat: Seat | None) -> Any:
+    """To be waited for with patience, if the host waits for it."""
+    return work if seat is None else seat.takes(work)
+
+
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
@@ -234,6 +257,22 @@ class Channels:
     #: Questions to all workers.
     everyone: Communicator
 
+    @property
+    def rounds(self) -> list[Seat]:
+        """This worker's places where models travel."""
+        comms = {self.between, self.everyone}
+        return [seat for comm in comms if isinstance(comm, TorchComm | TwoLevelComm) for seat in comm.seats]
+
+    @property
+    def calls(self) -> Seat | None:
+        """And where calls that meet all workers are announced; None: this worker is alone."""
+        return Seat.for_calls(self.everyone.group) if isinstance(self.everyone, TorchComm) else None
+
+    @property
+    def backwards(self) -> list[Seat]:
+        """And where gradients do, inside a node."""
+        return self.inside.seats if isinstance(self.inside, TorchComm) else []
+
     @classmethod
     def open(
         cls,
@@ -252,24 +291,27 @@ class Channels:
 
         ``ctas``: of an NCCL kernel between nodes, beside which something is computed; None: as many as NCCL likes.
         """
-        is_flat = len(node_ranks) == 1
+        is_flat, is_seated = len(node_ranks) == 1, not runs_ahead(device)
 
         def between(ranks: Sequence[int] | None = None) -> Any:
             return private_group(group, ranks, device=device, ctas=ctas)
 
         if is_flat:
-            everyone = TorchComm(between(), between() if exchanges else None)
+            everyone = TorchComm(between(), between() if exchanges else None, is_seated=is_seated)
             everyone.warm_up(device)
             return cls(everyone, None, everyone)
-        everyone = TorchComm(private_group(group, device=device))
+        everyone = TorchComm(private_group(group, device=device), is_seated=is_seated)
         inside, gathers = (private_group(group, node_ranks, device=device) for _ in range(2))
         outer: Communicator = SoloComm()
         if len(peers) > 1:
-            outer = TorchComm(between(peers), between(peers) if exchanges else None)
+            outer = TorchComm(between(peers), between(peers) if exchanges else None, is_seated=is_seated)
             outer.warm_up(device)
         for comm in (TorchComm(inside, gathers), everyone):
             comm.warm_up(device)
-        return cls(outer if sharded else TwoLevelComm(outer, gathers), TorchComm(inside), everyone)
+        within = TorchComm(inside, is_seated=is_seated)
+        if sharded:
+            return cls(outer, within, everyone)
+        return cls(TwoLevelComm(outer, gathers, Seat.of(gathers) if is_seated else None), within, everyone)
 
     @classmethod
     def alone(cls) -> Channels:
@@ -283,10 +325,14 @@ def private_group(
     ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
     is_part = len(ranks) < dist.get_world_size()
     timeout = _timeout_of(group)
-    options = _nccl_options(timeout, ctas) if device.type == "cuda" and "cuda:nccl" in _backends_of(group) else None
-    backend = None if options is None else "nccl"
-    with _connected_lazily() if is_part else contextlib.nullcontext():
-        return dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=is_part)
+    backends = _backends_of(group)
+    options = _nccl_options(timeout, ctas) if device.type == "cuda" and "cuda:nccl" in backends else None
+    # Options are one backend's, so it is named: the user's own, with what tensors of the host may travel through.
+    named: dict[str, Any] = {} if options is None else {"backend": backends, "pg_options": options}
+    if is_part and options is not None:  # else NCCL guesses the device from the rank
+        named["device_id"] = device
+    with _split_from_nothing() if is_part else contextlib.nullcontext():
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=is_part, **named)
 
 
 def _backends_of(group: Any) -> str:
@@ -312,10 +358,11 @@ def _nccl_options(timeout: timedelta | None, ctas: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def _connected_lazily() -> Iterator[None]:
-    """A group of some workers is not split off the world's communicator, for which all others would have to join in.
+def _split_from_nothing() -> Iterator[None]:
+    """A group of some workers is connected by them alone, and not split off the world's, for which all others must join in.
 
-    That is what NCCL does at once if the world was initialised with a ``device_id``; read in torch's sources, not run.
+    Torch splits where the world is bound to a device: by ``init_process_group(device_id=...)``, and, from torch 2.15 on, by
+    NCCL in any case. Read in torch's sources, not run.
     """
     world: Any = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)

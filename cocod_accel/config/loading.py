@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,22 @@ from cocod_accel.config.settings import MEASURE as MEASURE
 from cocod_accel.config.settings import Config as Config
 from cocod_accel.config.settings import TaskConfig as TaskConfig
 from cocod_accel.config.strict import ConfigError as ConfigError
-from cocod_accel.config.strict import first_line, merge_strictly, parse_yaml, read_text, require, resolved, save_yaml
+from cocod_accel.config.strict import (
+    first_line,
+    merge_strictly,
+    parse_yaml,
+    read_text,
+    require,
+    resolved,
+    save_text,
+    save_yaml,
+    to_yaml,
+)
 
 logger = logging.getLogger(__name__)
+
+#: OmegaConf takes the better part of a minute for a hundred thousand numbers.
+_MOST_IN_TREE = 1000
 
 
 def load_config(arguments: list[str]) -> Config:
@@ -79,7 +93,14 @@ def load_training_config(arguments: list[str]) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration; loading it gives an equal one."""
-    save_yaml(config, path)
+    speeds = config.cluster.speeds
+    if not isinstance(speeds, list) or len(speeds) <= _MOST_IN_TREE:
+        save_yaml(config, path)
+        return
+    without = replace(config, cluster=replace(config.cluster, speeds=None))
+    before, null, after = to_yaml(without).partition("\n  speeds: null\n")
+    assert null
+    save_text(f"{before}\n  speeds: [{', '.join(map(repr, speeds))}]\n{after}", path)
 
 
 # ---- files written before a key was replaced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import io
 import typing
 from collections.abc import Sequence
@@ -46,10 +47,20 @@ def read_text(file: str | Path) -> str:
         raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
 
 
+#: A list of a hundred thousand speeds is nothing dangerous. OmegaConf 2.3 has no limit, and 2.4 one of 10,000 nodes.
+_LIMIT: dict[str, Any] = {"max_yaml_expanded_nodes": 300_000}
+
+
+def tree_of(text: str) -> Any:
+    """YAML as an OmegaConf tree."""
+    has_limit = _LIMIT.keys() <= inspect.signature(OmegaConf.load).parameters.keys()
+    return OmegaConf.load(io.StringIO(text), **(_LIMIT if has_limit else {}))
+
+
 def parse_yaml(text: str, file: str | Path) -> DictConfig:
     """The mapping that ``text`` is; ``file`` names it in messages."""
     try:
-        tree = OmegaConf.load(io.StringIO(text))
+        tree = tree_of(text)
     except Exception as error:
         raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from error
     if not isinstance(tree, DictConfig):
@@ -83,11 +94,21 @@ def resolved(tree: Any) -> Any:
         raise ConfigError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from error
 
 
+def to_yaml(config: Any) -> str:
+    """A dataclass, or a tree of one, as YAML."""
+    return OmegaConf.to_yaml(config if OmegaConf.is_config(config) else OmegaConf.structured(config))
+
+
 def save_yaml(config: Any, path: Path) -> None:
     """Write a dataclass, or a tree of one; loading it gives an equal one."""
+    save_text(to_yaml(config), path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a file, all of it or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(OmegaConf.to_yaml(config if OmegaConf.is_config(config) else OmegaConf.structured(config)))
+        temporary.write_text(text)
         temporary.replace(path)
     except OSError:  # a full disk
         temporary.unlink(missing_ok=True)

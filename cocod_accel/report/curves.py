@@ -6,9 +6,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from cocod_accel.report.groups import Group, Stat, base_label, compared, setting, telling_keys, told
+from cocod_accel.report.groups import Group, Stat, base_label, setting, telling_keys, told
 from cocod_accel.runs.reading import Run, is_number
+
+Row = Mapping[str, Any]
 
 #: Keys that change along with the number of workers.
 _BY_WORKERS = frozenset({"cluster.num_workers", "cluster.speeds", "cluster.global_batch", "emulate.slowdown"})
@@ -27,11 +30,21 @@ class Point:
     train_loss_spread: float = 0.0
 
 
-def points(run: Run) -> list[Point]:
+def sampled(rows: Sequence[Row], run: Run, kind: str, every: int) -> Sequence[Row]:
+    """A run's rows of a kind, one of ``every``: seeds of which others were kept are compared evaluation by evaluation."""
+    return rows[:: max(every // run.every.get(kind, 1), 1)]
+
+
+def coarsest(runs: Sequence[Run], kind: str) -> int:
+    """Of how many rows one was kept, of the run of which fewest were."""
+    return max(run.every.get(kind, 1) for run in runs)
+
+
+def points(run: Run, every: int = 1) -> list[Point]:
     """A run's evaluations; bytes sent so far are interpolated between its training rows."""
     result = []
     sent = sent_until(run)
-    for row in run.evaluations:
+    for row in sampled(run.evaluations, run, "eval", every):
         if is_number(row.get("train_seconds")):
             result.append(
                 Point(
@@ -85,7 +98,8 @@ def interpolated(x: float, known: Sequence[tuple[float, float]]) -> float:
 def mean_points(group: Group) -> list[Point]:
     """The mean over seeds, evaluation by evaluation, up to the last one that every seed has."""
     result = []
-    for same in zip(*(points(run) for run in group.runs), strict=False):
+    every = coarsest(group.runs, "eval")
+    for same in zip(*(points(run, every) for run in group.runs), strict=False):
         accuracy, loss = Stat.of([p.accuracy for p in same]), Stat.of([p.train_loss for p in same])
         result.append(
             Point(
@@ -148,11 +162,15 @@ def _epoch_seconds(group: Group) -> float:
 
 def _series_names(groups: Sequence[Group]) -> list[str]:
     """Labels without the keys that change along with the number of workers."""
+    alike: dict[str, list[dict[str, str]]] = {}
+    for group in groups:
+        kept = {key: value for key, value in group.config.items() if key not in _BY_WORKERS}
+        alike.setdefault(base_label(group.first), []).append(kept)
+    keys = {base: telling_keys(configs) for base, configs in alike.items()}
     names = []
     for group in groups:
-        alike = [compared(other.first) for other in groups if base_label(other.first) == base_label(group.first)]
-        keys = telling_keys([{key: value for key, value in config.items() if key not in _BY_WORKERS} for config in alike])
-        parts = [told(key, group.config[key]) for key in keys if group.config.get(key, "None") != "None"]
+        base = base_label(group.first)
+        parts = [told(key, group.config[key]) for key in keys[base] if group.config.get(key, "None") != "None"]
         clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
-        names.append(" ".join([base_label(group.first), *parts, *clock]))
+        names.append(" ".join([base, *parts, *clock]))
     return names

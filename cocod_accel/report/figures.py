@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from cocod_accel.report.curves import Point, Scaling, mean_points, points
-from cocod_accel.report.groups import Comparison, Group
+from cocod_accel.report.groups import Comparison, Group, cut
 from cocod_accel.report.look import SPAN_COLOURS, Style, styles, styles_of
 from cocod_accel.report.tables import percent
 from cocod_accel.runs.spans import COMMUNICATE, MEANINGS, NAMES, STRETCH, WAIT, Span, step_seconds, window
@@ -36,6 +36,8 @@ _SETTINGS: Any = {
 }
 #: What a timeline shows: steps of the slowest run, runs, and workers of all runs together (roughly).
 _TIMELINE_STEPS = 12
+#: Rows whose curves are drawn, and panels for them: no picture shows more.
+_MOST_ROWS, _MOST_PANELS = 40, 12
 _TIMELINE_RUNS = 8
 _TIMELINE_LANES = 16
 
@@ -132,9 +134,13 @@ def _panels(
 ) -> Figure:
     """A panel for each task and model, as in the paper; one shared legend beside them."""
     panels: dict[str, list[Group]] = {}
-    for group in comparison.groups:
+    for group in comparison.groups[:_MOST_ROWS]:
         config = group.first.config
-        panels.setdefault(f"{config['task.name']}, {config['model.name']}", []).append(group)
+        panels.setdefault(cut(f"{config['task.name']}, {config['model.name']}", 60), []).append(group)
+    panels = dict(list(panels.items())[:_MOST_PANELS])
+    num_drawn = sum(map(len, panels.values()))
+    if num_drawn < len(comparison.groups):
+        title += f" ({num_drawn} of {len(comparison.groups)} rows)"
     figure = Figure(figsize=(3.2 + 4.2 * len(panels), 4.0), layout="constrained")
     look = styles(comparison.groups)
     for index, (name, groups) in enumerate(panels.items()):
@@ -186,7 +192,7 @@ def _speedup(scaling: Scaling, title: str = "Time speedup over the number of wor
     ideal = [workers / scaling.num_reference_workers for workers in counts]
     axes.plot(counts, ideal, color="#999999", linewidth=1, linestyle=":", label="linear")
     look = styles_of(list(scaling.series))
-    for name, found in scaling.series.items():
+    for name, found in list(scaling.series.items())[:_MOST_ROWS]:
         axes.plot([n for n, _ in found], [s for _, s in found], label=name, **_line(look[name]))
     axes.set_xticks(counts)
     axes.set_ylim(bottom=0)

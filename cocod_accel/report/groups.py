@@ -7,11 +7,12 @@ its own group, because its figures do not cover a whole run.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cocod_accel.config.fields import Affects
 from cocod_accel.config.settings import may_differ
@@ -23,6 +24,9 @@ _IN_LABEL = frozenset({"algorithm.name", "cluster.proportional"})
 _SETTING_SECTIONS = ("task", "model", "emulate")
 _SETTING_KEYS = frozenset({"cluster.num_workers"})
 _LONGEST_VALUE = 24
+_LONGEST_NAME = 100
+#: Labels or keys that a note names; of more, it says how many.
+_MOST_NAMED = 40
 #: Preferred among keys that distinguish equally well.
 _FIRST_TOLD = frozenset({"algorithm.period", "cluster.num_workers", "task.name", "model.name", "batch_size"})
 
@@ -75,7 +79,7 @@ class Group:
     def has_learnt(self) -> bool:
         return self.first.has_learnt
 
-    @property
+    @cached_property
     def config(self) -> dict[str, str]:
         return compared(self.first)
 
@@ -149,25 +153,27 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def labels(groups: Sequence[Group]) -> list[str]:
     """A unique label per group: algorithm, the keys in which groups of that algorithm differ, and its clock."""
     bases = [base_label(group.first) for group in groups]
+    alike: dict[str, list[Mapping[str, str]]] = {}
+    for group, base in zip(groups, bases, strict=True):
+        alike.setdefault(base, []).append(group.config)
+    keys = {base: telling_keys(configs) for base, configs in alike.items()}
     named = []
     for group, base in zip(groups, bases, strict=True):
-        alike = [other for other, name in zip(groups, bases, strict=True) if name == base]
-        keys = telling_keys([other.config for other in alike])
-        parts = [told(key, group.config[key]) for key in keys if group.config.get(key, "None") != "None"]
+        parts = [told(key, group.config[key]) for key in keys[base] if group.config.get(key, "None") != "None"]
         clock = [] if group.first.clock == "real" else [f"[{group.first.clock}]"]
         unfinished = [] if group.first.is_finished else ["(unfinished)"]
         named.append(" ".join([base, *parts, *clock, *unfinished]))
-    for index, label in enumerate(named):
-        if named.count(label) > 1:  # unfinished runs of one configuration, or values too long to tell apart
-            twins = [i for i, other in enumerate(named) if other == label]
-            for number, twin in enumerate(twins, start=1):
-                named[twin] = f"{label} {groups[twin].first.name} #{number}"
-            assert named[index] != label
+    counts = Counter(named)
+    for label in [label for label, count in counts.items() if count > 1]:
+        # Unfinished runs of one configuration, or values too long to tell apart.
+        twins = [i for i, other in enumerate(named) if other == label]
+        for number, twin in enumerate(twins, start=1):
+            named[twin] = f"{label} {cut(groups[twin].first.name, _LONGEST_NAME)} #{number}"
     return named
 
 
 def base_label(run: Run) -> str:
-    return f"{run.algorithm}{' + PS' if run.config['cluster.proportional'] == 'True' else ''}"
+    return f"{cut(run.algorithm, _LONGEST_NAME)}{' + PS' if run.config['cluster.proportional'] == 'True' else ''}"
 
 
 def telling_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -186,10 +192,15 @@ def differing_keys(configs: Iterable[Mapping[str, str]]) -> set[str]:
     return {key for key in {key for config in seen for key in config} if len({config.get(key) for config in seen}) > 1}
 
 
+def cut(text: str, most: int) -> str:
+    """A text as it is shown: whatever a run is called must not fill a page."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def told(key: str, value: str) -> str:
     """A key and its value, abbreviated: ``4 workers``, ``vgg16``, ``period=5``."""
-    last = key.split(".")[-1]
-    short = value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
+    last = cut(key.split(".")[-1], _LONGEST_VALUE)
+    short = cut(value, _LONGEST_VALUE)
     if key == "cluster.num_workers":
         return f"{short} worker{'' if value == '1' else 's'}"
     return short if last == "name" else f"{last}={short}"
@@ -200,11 +211,8 @@ def told(key: str, value: str) -> str:
 
 def common_target(runs: Sequence[Run]) -> float | None:
     """The highest of the runs' targets that all runs with an accuracy reached, else the highest that any did."""
-    targets: set[float] = set()
     runs = [run for run in runs if run.has_learnt]
-    for run in runs:
-        listed = (run.summary or {}).get("time_to_accuracy") or json.loads(run.config["evaluation.targets"])
-        targets |= {float(target) for target in listed}
+    targets = {target for run in runs for target in run.targets}
     reached = {target: [time_to_target(run, target) is not None for run in runs] for target in targets}
     by_all = [target for target, those in reached.items() if all(those)]
     by_any = [target for target, those in reached.items() if any(those)]
@@ -228,8 +236,10 @@ def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
     if not of_algorithm and not by_label:
         known = sorted({base_label(group.first) for group in groups} | {group.label for group in groups})
         raise ValueError(f"--baseline={baseline}: matches no run; choose from {', '.join(known)}")
+    settings = {id(group): setting(group) for group in groups}
     for group in groups:
-        candidates = [other for other in of_algorithm if setting(other) == setting(group)] if of_algorithm else by_label
+        alike = [other for other in of_algorithm if settings[id(other)] == settings[id(group)]]
+        candidates = alike if of_algorithm else by_label
         if not candidates:
             continue
         other = min(candidates, key=lambda o: (not o.first.is_finished, len(differing_keys([o.config, group.config]))))
@@ -241,13 +251,19 @@ def _measure_against(groups: Sequence[Group], baseline: str | None) -> None:
             group.speedup = ratio if math.isfinite(ratio) else None
 
 
+def _listed(names: Sequence[str]) -> str:
+    shown = [cut(name, _LONGEST_NAME) for name in names[:_MOST_NAMED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
 def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
     by_clock: dict[str, list[str]] = {}
     for group in groups:
         run = group.first
         if run.clock != "real":
             by_clock.setdefault(f"{run.clock}{f' ({run.emulated})' if run.emulated else ''}", []).append(group.label)
-    notes = [f"{clock}: {', '.join(named)}" for clock, named in by_clock.items()]
+    notes = [f"{cut(clock, 300)}: {_listed(named)}" for clock, named in by_clock.items()]
     if any(group.first.clock == "simulated" for group in groups):
         notes.append("spans of simulated runs cover only some steps and workers, from the middle of the run")
     for group in groups:
@@ -259,11 +275,11 @@ def _notes(groups: Sequence[Group], target: float | None) -> list[str]:
             )
         seeds = [run.seed for run in group.runs]
         if len(set(seeds)) < len(seeds):
-            notes.append(f"{group.label}: has runs with the same seed ({', '.join(seeds)}); they differ only in time")
+            notes.append(f"{group.label}: has runs with the same seed ({_listed(seeds)}); they differ only in time")
     notes += [run.note for group in groups for run in group.runs if run.note]
     others = differing_keys([group.config for group in groups]) - _IN_LABEL
     if others:
-        notes.append(f"configurations also differ in {', '.join(sorted(others))}")
+        notes.append(f"configurations also differ in {_listed(sorted(others))}")
     if len({setting(group) for group in groups}) > 1:
         notes.append("speedups compare only runs with the same task, model, number of workers and emulation")
     if not any(group.has_learnt for group in groups):

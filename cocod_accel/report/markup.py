@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from cocod_accel.report.curves import Scaling, mean_points
-from cocod_accel.report.groups import Comparison, differing_keys
+from cocod_accel.report.groups import Comparison, cut, differing_keys
 from cocod_accel.report.look import SPAN_COLOURS
 from cocod_accel.report.tables import columns, percent, verdicts
 from cocod_accel.runs.reading import time_to_target
@@ -20,6 +20,9 @@ Cell = tuple[str, float | int | str | None]
 Heading = tuple[str, str]
 #: Longer tables are folded.
 _LONG_TABLE = 24
+#: A setting may be a list of thousands.
+_LONGEST_CELL = 200
+_MOST_KEYS = 100
 
 
 def table(caption: str, header: Sequence[Heading], rows: Sequence[Sequence[Cell]], sortable: bool) -> str:
@@ -97,7 +100,7 @@ def runs_table(comparison: Comparison) -> str:
                 [
                     (escape(run.name) + _badge(run.clock), run.name),
                     (escape(group.label), group.label),
-                    (escape(run.seed), run.seed),
+                    (escape(cut(run.seed, _LONGEST_CELL)), cut(run.seed, _LONGEST_CELL)),
                     ("never", None) if seconds is None else _number(seconds, 1, 1),
                     _number(found["best_accuracy"], 100, 2),
                     _number(found["final_accuracy"], 100, 2),
@@ -195,8 +198,13 @@ def differences_table(comparison: Comparison) -> str:
     if not keys:
         return "<p>All runs have the same configuration but for the seed.</p>"
     rows: list[list[Cell]] = [
-        [(escape(key), key), *((escape(config.get(key, "-")), None) for config in configs.values())] for key in keys
+        [
+            (escape(cut(key, _LONGEST_CELL)), cut(key, _LONGEST_CELL)),
+            *((escape(cut(config.get(key, "-"), _LONGEST_CELL)), None) for config in configs.values()),
+        ]
+        for key in keys[:_MOST_KEYS]
     ]
     header = [("key", ""), *((label, "") for label in configs)]
+    more = f" The first {_MOST_KEYS} of {len(keys)}." if len(keys) > _MOST_KEYS else ""
     found = table("Keys in which the configurations differ", header, rows, sortable=False)
-    return f'<p class="quiet">Keys in which the configurations differ; all others but the seed are equal.</p>{found}'
+    return f'<p class="quiet">Keys in which the configurations differ; all others but the seed are equal.{more}</p>{found}'

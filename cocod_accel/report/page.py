@@ -17,8 +17,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from cocod_accel.report.curves import Scaling, epochs_of_steps, interpolated, points, sent_until
-from cocod_accel.report.groups import Comparison
+from cocod_accel.report.curves import Scaling, coarsest, epochs_of_steps, interpolated, points, sampled, sent_until
+from cocod_accel.report.groups import Comparison, Group, cut
 from cocod_accel.report.look import SPAN_COLOURS, styles, styles_of
 from cocod_accel.report.markup import (
     answer,
@@ -34,19 +34,24 @@ from cocod_accel.runs.reading import Run, is_number
 from cocod_accel.runs.spans import MEANINGS, NAMES, Span, shares, step_seconds, window
 
 _SCRIPTS = ("view.js", "chart.js", "timeline.js", "page.js")
-#: Maximum spans of a run in the page; of a longer run, those around its middle.
+#: Maximum spans of a run in the page; of a longer run, those around its middle. With many runs, each has its share.
 MOST_SPANS = 12_000
+_MOST_SPANS_OF_ALL = 100_000
+#: Maximum points of all curves together, and of one; no screen shows more.
+_MOST_POINTS = 150_000
+_MOST_POINTS_OF_ONE = 5_000
 #: Steps in view when a timeline opens.
 _STEPS_SHOWN = 30
 
 
 def render(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, Sequence[Span]]) -> str:
     """The whole page."""
-    timelines = [timeline(label, rows) for label, rows in spans.items() if rows]
+    most = min(MOST_SPANS, _MOST_SPANS_OF_ALL // max(len(spans), 1))
+    timelines = [timeline(label, rows, most) for label, rows in spans.items() if rows]
     style, script = _asset("page.css"), "\n".join(map(_asset, _SCRIPTS))
     algorithms = list(dict.fromkeys(group.first.algorithm for group in comparison.groups))
     values = {
-        "title": escape(f"Comparison of {', '.join(algorithms)}"),
+        "title": escape(cut(f"Comparison of {', '.join(algorithms)}", 200)),
         "style": style,
         "style_hash": _hash(style),
         "script": script,
@@ -98,6 +103,8 @@ def _finite(value: Any) -> Any:
 def page_data(comparison: Comparison, scaling: Scaling | None, timelines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The data that the scripts draw."""
     look = styles(comparison.groups)
+    num_curves = 3 * sum(len(group.runs) for group in comparison.groups)
+    most = max(min(_MOST_POINTS // num_curves, _MOST_POINTS_OF_ONE), 2)
     return {
         "target": comparison.target,
         "groups": [
@@ -106,7 +113,7 @@ def page_data(comparison: Comparison, scaling: Scaling | None, timelines: Sequen
                 "clock": group.first.clock,
                 "colour": look[group.label].colour,
                 "dash": look[group.label].dash,
-                "runs": [{"name": run.name, **_curves(run)} for run in group.runs],
+                "runs": [{"name": run.name, **curves} for run, curves in zip(group.runs, _curves(group, most), strict=True)],
             }
             for group in comparison.groups
         ],
@@ -117,13 +124,24 @@ def page_data(comparison: Comparison, scaling: Scaling | None, timelines: Sequen
     }
 
 
-def _curves(run: Run) -> dict[str, list[list[float]]]:
-    """Points of (epoch, seconds, megabytes, value)."""
-    evaluated = points(run)
+def _curves(group: Group, most: int) -> list[dict[str, list[list[float]]]]:
+    """For each run, about ``most`` points of (epoch, seconds, megabytes, value) of every curve."""
+    every = {kind: coarsest(group.runs, kind) for kind in ("eval", "train")}
+    found = [_curves_of(run, every) for run in group.runs]
+    for name in found[0]:
+        step = -(-max(len(curves[name]) for curves in found) // most)  # the same for all: their mean is drawn, too
+        if step > 1:
+            for curves in found:
+                curves[name] = [*curves[name][:-1:step], *curves[name][-1:]]
+    return found
+
+
+def _curves_of(run: Run, every: Mapping[str, int]) -> dict[str, list[list[float]]]:
+    evaluated = points(run, every["eval"])
     epochs, sent = epochs_of_steps(run), sent_until(run)
     steps = [
         [interpolated(row["step"], epochs), row["train_seconds"], interpolated(row["step"], sent) / 1e6, row["loss"]]
-        for row in run.training
+        for row in sampled(run.training, run, "train", every["train"])
         if all(is_number(row.get(key)) for key in ("step", "train_seconds", "loss"))
     ]
     return {
@@ -151,9 +169,9 @@ def _scaling_data(scaling: Scaling) -> list[dict[str, Any]]:
     return [series("linear", "#7f7f7f", (2, 3), linear), *measured]
 
 
-def timeline(label: str, rows: Sequence[Span]) -> dict[str, Any]:
+def timeline(label: str, rows: Sequence[Span], most: int = MOST_SPANS) -> dict[str, Any]:
     """A run's spans as flat lists (start, length, step, ...) per worker and name, and their totals."""
-    kept, is_cut = middle(rows, MOST_SPANS)
+    kept, is_cut = middle(rows, most)
     seconds = _STEPS_SHOWN * step_seconds(kept) or 1.0
     first, last = min(span.start for span in kept), max(span.end for span in kept)
     low = min(max(window(kept, seconds), first), last)

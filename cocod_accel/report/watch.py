@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cocod_accel.config.strict import printable
-from cocod_accel.runs.reading import Run, is_number, read_parts, read_summary
+from cocod_accel.runs.reading import Run, checked, is_number, read_parts
 from cocod_accel.runs.spans import COMPUTE, Span, read_spans, shares
 
 #: A run with no process on this machine counts as stopped after this long without a row. It may be restarting, or be on
@@ -55,7 +55,8 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
     evaluations, training = run.evaluations, run.training
     step = int(rows[-1]["step"])
     seconds = next((float(r["train_seconds"]) for r in reversed(rows) if is_number(r.get("train_seconds"))), None)
-    per_epoch = evaluations[-1]["step"] / evaluations[-1]["epoch"] if evaluations else None
+    counted = [row for row in evaluations if is_number(row.get("step")) and is_number(row.get("epoch")) and row["epoch"] > 0]
+    per_epoch = counted[-1]["step"] / counted[-1]["epoch"] if counted and counted[-1]["step"] > 0 else None
     num_steps = None if per_epoch is None else round(per_epoch * run.epochs)
     started = max((int(row["epoch"]) - 1 for row in training if is_number(row.get("epoch"))), default=0)
     done = started if per_epoch is None else min(step / per_epoch, run.epochs)
@@ -158,7 +159,7 @@ def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> 
         run = read_parts(folder)
         age = row_age(folder)
         if (folder / "summary.json").exists():
-            _replace(out, shown, [_ended(folder)])
+            _replace(out, shown, [_ended(checked(read_parts(folder)))])
             return 0
         # There are many spans, written once per epoch.
         before, sizes = sizes, [file.stat().st_size for file in sorted(folder.glob("spans/*.jsonl"))]
@@ -181,15 +182,15 @@ def row_age(folder: Path) -> float:
     return max(time.time() - (path if path.exists() else folder).stat().st_mtime, 0.0)
 
 
-def _ended(folder: Path) -> str:
-    summary = read_summary(folder)
+def _ended(run: Run) -> str:
+    summary = run.summary or {}
     learnt = ""
     if summary["best_accuracy"] is not None:
         learnt = f", accuracy {summary['final_accuracy']:.2%} (best {summary['best_accuracy']:.2%})"
     clock = str(summary.get("clock", "real"))
     time_of = "training" if clock == "real" else f"{clock} training"
     return (
-        f"{folder.name}: finished{learnt} after {duration(summary['train_seconds'])} of {time_of}; "
+        f"{run.name}: finished{learnt} after {duration(summary['train_seconds'])} of {time_of}; "
         f"waited {summary['comm_exposed_seconds']:.1f} s for communication"
     )
 

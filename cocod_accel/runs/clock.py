@@ -5,11 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import torch
+
+from cocod_accel.comm.device import wait_for_stream
+
 
 class TrainingClock:
-    """Seconds spent training on this worker, waits included."""
+    """Seconds spent training on this worker, waits included.
 
-    def __init__(self) -> None:
+    A device has done what it was told before the clock starts or stops.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         #: Time zero of spans.
         self.origin = time.perf_counter()
         self._total = 0.0
@@ -24,6 +32,7 @@ class TrainingClock:
         self.origin = time.perf_counter() - elapsed
 
     def start(self) -> None:
+        wait_for_stream(self._device)
         self._since = time.perf_counter()
 
     @property
@@ -32,6 +41,7 @@ class TrainingClock:
 
     def stop(self) -> None:
         if self._since is not None:
+            wait_for_stream(self._device)
             self._total += time.perf_counter() - self._since
             self._since = None
 

@@ -10,17 +10,22 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised
 from cocod_accel.config.settings import Config
-from cocod_accel.config.strict import ConfigError, printable
+from cocod_accel.config.strict import ConfigError, first_line, printable, tree_of
+from cocod_accel.runs.files import read_json, read_text, rows_of
 
 #: Any of these makes a folder a run folder.
 _MARKS = ("summary.json", "metrics.jsonl", "config.yaml")
@@ -39,6 +44,17 @@ MEASURES = (
 )
 #: Those that a run without learning has not.
 _LEARNT = ("best_accuracy", "final_accuracy")
+#: What a row may hold as a number.
+_COUNTED = ("step", "epoch", "loss", "accuracy", "train_loss", "train_seconds", *MEASURES)
+#: And what else of a row is compared.
+_KEPT = frozenset({"kind", "simulated", "emulated", *_COUNTED})
+_CLOCKS = ("real", "emulated", "simulated")
+#: No run measures more than this of anything, and sums and squares of it stay finite.
+_LARGEST = 1e100
+#: Of a run's training rows, and of its evaluations, which are drawn; of longer runs they are thinned out.
+MOST_ROWS = 100_000
+_LARGEST_CONFIG = 1 << 22
+_DEEPEST_CONFIG, _MOST_SETTINGS = 100, 2000
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,10 @@ class Run:
     summary: Mapping[str, Any] | None
     #: What of it could not be read, for the reader to know.
     note: str | None = None
+    #: (accuracy, training seconds) of every evaluation that was better than all before; None: all are in the rows.
+    records: Sequence[tuple[float, float]] | None = None
+    #: By kind: of how many rows one was kept, a power of two.
+    every: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -90,6 +110,18 @@ class Run:
         return printable(said) if said else None
 
     @property
+    def targets(self) -> list[float]:
+        """The accuracies whose time was to be measured. ValueError, if they are none."""
+        listed = (self.summary or {}).get("time_to_accuracy") or self.config["evaluation.targets"]
+        try:
+            times = [] if isinstance(listed, str) else listed.values()
+            if all(seconds is None or is_number(seconds) for seconds in times):
+                return [float(target) for target in (json.loads(listed) if isinstance(listed, str) else listed)]
+        except (AttributeError, TypeError, ValueError, RecursionError):
+            pass
+        raise ValueError(f"its targets are {_cut(listed)}, not a list of accuracies")
+
+    @property
     def has_learnt(self) -> bool:
         """Whether there is, or may be, an accuracy: a simulated run may be of time alone."""
         return self.summary is None or self.summary.get("best_accuracy") is not None
@@ -112,24 +144,37 @@ class Run:
         accuracies = [float(row["accuracy"]) for row in self.evaluations]
         return {
             **{key: float(last.get(key, math.nan)) for key in MEASURES},
-            "best_accuracy": max(accuracies, default=math.nan),
+            "best_accuracy": max([*accuracies, *(accuracy for accuracy, _ in self.records or ())], default=math.nan),
             "final_accuracy": accuracies[-1] if accuracies else math.nan,
         }
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is one that can be computed with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # nor nan
+
+
+def _note_record(records: list[tuple[float, float]], evaluation: Mapping[str, Any]) -> None:
+    """Keep an evaluation that is better than all before it."""
+    accuracy, seconds = evaluation.get("accuracy"), evaluation.get("train_seconds")
+    if is_number(accuracy) and is_number(seconds) and (not records or accuracy > records[-1][0]):
+        records.append((float(accuracy), float(seconds)))
 
 
 def time_to_target(run: Run, target: float) -> float | None:
     """Training seconds at the first evaluation at or above ``target``; None: never; nan: reached, but nobody knows when."""
     evaluations = run.evaluations
-    for row in evaluations:
-        if row["accuracy"] >= target and is_number(row.get("train_seconds")):
-            return float(row["train_seconds"])
+    records = run.records
+    if records is None:
+        records = []
+        for row in evaluations:
+            _note_record(records, row)
+    first = bisect_left(records, target, key=lambda record: record[0])
+    if first < len(records):
+        return records[first][1]
     if evaluations or run.summary is None:
         return None
-    known = run.summary.get("time_to_accuracy", {})
+    known = run.summary.get("time_to_accuracy") or {}
     if f"{target:g}" in known:
         seconds = known[f"{target:g}"]
         return None if seconds is None else float(seconds)
@@ -154,29 +199,93 @@ def _below(path: Path, depth: int) -> list[Path]:
         return [path]
     if depth == 0:
         return []
-    children = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    try:
+        children = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    except OSError:  # whoever reads it as a run will say so
+        return [path]
     return [found for child in children for found in _below(child, depth - 1)]
 
 
-def read_run(folder: Path) -> Run:
-    """One run folder. ValueError, of one line, if nothing in it can be compared."""
-    return checked(read_parts(folder))
+def read_run(folder: Path, most_rows: int = MOST_ROWS) -> Run:
+    """One run folder, for comparisons. ValueError, of one line, if nothing in it can be compared.
+
+    Of its training rows, and of its evaluations, no more than about ``most_rows`` are kept, evenly spread.
+    """
+    config, summary = _read_identity(folder)
+    kinds = {kind: _Thinned(most_rows) for kind in ("train", "eval", "")}
+    records: list[tuple[float, float]] = []
+    num_broken = 0
+    with contextlib.suppress(FileNotFoundError):
+        for number, row in enumerate(rows_of(folder / "metrics.jsonl")):
+            if row is None or not _is_plain(row):
+                num_broken += 1
+                continue
+            kept = {sys.intern(key): value for key, value in row.items() if key in _KEPT}
+            kind = kept.get("kind") if kept.get("kind") in ("train", "eval") else ""
+            kinds[kind].add(number, kept)
+            if kind == "eval":
+                _note_record(records, kept)
+    rows = [row for _, row in sorted((pair for found in kinds.values() for pair in found.rows), key=itemgetter(0))]
+    every = {kind: found.every for kind, found in kinds.items()}
+    return checked(Run(printable(folder.name), folder, config, rows, summary, _note(folder, num_broken), records, every))
+
+
+class _Thinned:
+    """Evenly spread rows of a sequence whose length nobody knows, and the last one."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.every, self._count = max(most, 2), 1, 0
+        self._kept: list[tuple[int, dict[str, Any]]] = []
+        self._last: tuple[int, dict[str, Any]] | None = None
+
+    def add(self, number: int, row: dict[str, Any]) -> None:
+        self._last = number, row
+        if self._count % self.every == 0:
+            self._kept.append(self._last)
+        self._count += 1
+        if len(self._kept) > self._most:
+            self._kept, self.every = self._kept[::2], 2 * self.every
+
+    @property
+    def rows(self) -> list[tuple[int, dict[str, Any]]]:
+        is_kept = self._last is None or self._kept[-1] is self._last
+        return self._kept if is_kept or self._last is None else [*self._kept, self._last]
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    """Whether what is counted is a number, or none."""
+    return all(row.get(key) is None or isinstance(row[key], float) or is_number(row[key]) for key in _COUNTED)
 
 
 def read_parts(folder: Path) -> Run:
     """Whatever a run folder has until now."""
+    config, summary = _read_identity(folder)
+    rows, num_broken = read_rows(folder / "metrics.jsonl")
+    plain = [row for row in rows if _is_plain(row)]
+    note = _note(folder, num_broken + len(rows) - len(plain))
+    return Run(printable(folder.name), folder, config, plain, summary, note)
+
+
+def _read_identity(folder: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """The configuration and, if there is one, the summary."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give the folder of a run")
     if not any((folder / mark).is_file() for mark in _MARKS):
         raise ValueError(f"{folder}: is not a run folder; give one of cocod train")
     summary = read_summary(folder) if (folder / "summary.json").exists() else None
     config = _read_config(folder)
-    rows, num_broken = read_rows(folder / "metrics.jsonl")
-    note = None
-    if num_broken:
-        rows_broken = "a row was half-written" if num_broken == 1 else f"{num_broken} rows cannot be read"
-        note = f"{printable(folder.name)}: {rows_broken} and left out"
-    return Run(printable(folder.name), folder, config, rows, summary, note)
+    for key in ("cluster.num_workers", "schedule.epochs"):
+        given = config[key]
+        if not (given.isdecimal() and len(given) < 10 and int(given) > 0):
+            raise ValueError(f"{folder}: {key}={_cut(given)} in its configuration is not a number, or is 0")
+    return config, summary
+
+
+def _note(folder: Path, num_broken: int) -> str | None:
+    if not num_broken:
+        return None
+    said = "a row was half-written" if num_broken == 1 else f"{num_broken} rows cannot be read"
+    return f"{printable(folder.name)}: {said} and left out"
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -184,52 +293,59 @@ def read_summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not path.is_file():
         raise ValueError(f"{folder}: has no summary.json; give the folder of a run that has ended")
-    try:
-        summary = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: is not valid JSON ({error}); run it again") from error
+    summary = read_json(path)
     if not isinstance(summary, dict):
         raise ValueError(f"{path}: must be a JSON object; run it again")
     return summary
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a JSONL file and how many lines are none: a killed process may leave half a line."""
-    rows, num_broken = [], 0
+    """The rows of a JSONL file and how many lines are none."""
     try:
-        lines = path.read_bytes().splitlines()
+        found = list(rows_of(path))
     except OSError:
         return [], 0
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            num_broken += 1
-    return rows, num_broken
+    rows = [row for row in found if row is not None]
+    return rows, len(found) - len(rows)
 
 
 def checked(run: Run) -> Run:
-    """The run, if it has what is compared."""
-    where = run.source
-    if not run.rows and run.summary is None:
+    """The run, if it has what is compared, and nothing that no run could have written."""
+    where, summary = run.source, run.summary
+    if not run.rows and summary is None:
         raise ValueError(f"{where}: is an empty run; it ended, or was killed, before its first row")
-    for key in ("cluster.num_workers", "schedule.epochs"):
-        if not run.config[key].isdecimal():
-            raise ValueError(f"{where}: {key}={run.config[key]} in its configuration is not a number")
-    if run.summary is None:
+    try:
+        targets = run.targets
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not all(0 < target <= 1 for target in targets):
+        raise ValueError(f"{where}: its targets are {_cut(targets)}; they must be shares in (0, 1]")
+    if summary is None:
         if not run.evaluations:
             raise ValueError(f"{where}: has no evaluation yet, so there is no accuracy to compare; wait, or leave it out")
         return run
-    time_alone = run.clock == "simulated" and all(key in run.summary and run.summary[key] is None for key in _LEARNT)
+    if summary.get("clock", "real") not in _CLOCKS:
+        raise ValueError(f"{where}: its clock is {_cut(summary['clock'])}, not one of {', '.join(_CLOCKS)}")
+    time_alone = run.clock == "simulated" and all(key in summary and summary[key] is None for key in _LEARNT)
     wanted = [key for key in MEASURES if not (time_alone and key in _LEARNT)]
-    missing = [key for key in wanted if not is_number(run.summary.get(key))]
+    missing = [key for key in wanted if not is_number(summary.get(key))]
     if missing:
         raise ValueError(f"{where}: its summary has no {missing[0]}, so it has no metric in common with other runs")
+    for key, least in (*((key, 0.0) for key in wanted), ("steps", 1.0)):
+        if key in summary and not (is_number(summary[key]) and summary[key] >= least):
+            raise ValueError(f"{where}: {key} in its summary is {_cut(summary[key])}; it must be at least {least:g}")
+    if not summary["train_seconds"] > 0:
+        raise ValueError(f"{where}: its summary has no training seconds; run it again")
     return run
+
+
+def _cut(value: object) -> str:
+    """A value as a message shows it."""
+    shown = printable(value)
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
+
+
+_LONGEST_SHOWN = 100
 
 
 def text_config(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -246,13 +362,29 @@ def _read_config(folder: Path) -> dict[str, str]:
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{folder}: has no config.yaml to compare with other runs; copy the whole folder")
+    text = read_text(path, _LARGEST_CONFIG)
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        _check_yaml(text)
+        tree = OmegaConf.to_container(tree_of(text))
     except Exception as error:
-        raise ValueError(f"{path}: is not valid YAML ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{path}: is not valid YAML ({_cut(first_line(error))})") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: must be a mapping")
     given = {str(key): value for key, value in tree.items()}
     with contextlib.suppress(ConfigError):  # what a run cannot be started with any more can still be read
         given = modernised(given)
-    return text_config(given)
+    config = text_config(given)
+    if len(config) > _MOST_SETTINGS:
+        raise ValueError(f"{path}: has {len(config):,} settings, more than {_MOST_SETTINGS:,}")
+    return config
+
+
+def _check_yaml(text: str) -> None:
+    """Refuse what takes exponentially long to read, or endlessly deep: no run writes it."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it refers to parts of itself")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_CONFIG:
+            raise ValueError(f"it is nested deeper than {_DEEPEST_CONFIG} levels")

@@ -6,6 +6,8 @@ them is computing.
 
 from __future__ import annotations
 
+import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from cocod_accel.runs.reading import is_number, read_rows
+from cocod_accel.runs.files import rows_of
+from cocod_accel.runs.reading import is_number
 
 COMPUTE, COMMUNICATE, WAIT, STRETCH, CHECKPOINT = "compute", "communicate", "wait", "stretch", "checkpoint"
 NAMES = (COMPUTE, COMMUNICATE, WAIT, STRETCH, CHECKPOINT)
@@ -52,14 +55,29 @@ class Shares:
 
 def read_spans(folder: Path) -> list[Span]:
     """All workers' spans in the order of their beginning; none if the run kept none."""
-    spans = []
-    for file in sorted((folder / "spans").glob("rank_*.jsonl")):
-        for row in read_rows(file)[0]:
-            if row.get("name") in NAMES and all(is_number(row.get(key)) for key in ("rank", "step", "start", "end")):
-                where, when = (int(row["rank"]), int(row["step"])), (float(row["start"]), float(row["end"]))
-                spans.append(Span(*where, str(row["name"]), *when))
+    return first_spans(folder, sys.maxsize)[0]
+
+
+def first_spans(folder: Path, most: int) -> tuple[list[Span], bool]:
+    """About the first ``most`` spans of all workers together, up to one time for all of them, and whether there are more."""
+    spans: list[Span] = []
+    files = sorted((folder / "spans").glob("rank_*.jsonl"))
+    until = math.inf
+    for file in files:
+        own: list[Span] = []
+        for row in rows_of(file):
+            if row is None or row.get("name") not in NAMES:
+                continue
+            if not all(is_number(row.get(key)) for key in ("rank", "step", "start", "end")):
+                continue
+            if len(own) >= max(most // len(files), 1):
+                until = min(until, own[-1].end)
+                break
+            where, when = (int(row["rank"]), int(row["step"])), (float(row["start"]), float(row["end"]))
+            own.append(Span(*where, sys.intern(row["name"]), *when))
+        spans += own
     spans.sort(key=lambda span: (span.start, span.rank))
-    return spans
+    return [span for span in spans if span.end <= until], until < math.inf
 
 
 def shares(spans: Sequence[Span]) -> list[Shares]:

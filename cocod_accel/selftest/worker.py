@@ -36,8 +36,9 @@ def main(kind: str, folder: Path, scratch: Path) -> None:
     coded = coded_in_one_process(rank, num_workers)
     dist.init_process_group(backend, timeout=_TIMEOUT)
     place = Place(device, rank, num_workers, folder, scratch, coded)
+    machine = {**_machine(device, backend), "device": _devices(device)}
     if rank == 0:
-        _say({"machine": _machine(device, backend)})
+        _say({"machine": machine})
     for check in CHECKS:
         _answer(place, check)
     if rank == 0:
@@ -62,6 +63,12 @@ def _answer(place: Place, check: Check) -> None:
         _say({"check": check.name, "state": state, **told})
 
 
+def _devices(device: torch.device) -> str:
+    """What the workers run on; each kind once."""
+    own = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device.index)
+    return ", ".join(dict.fromkeys(exchange_reports(own, dist.group.WORLD, device)))
+
+
 def _machine(device: torch.device, backend: str) -> dict[str, Any]:
     import accelerate
 
@@ -73,7 +80,6 @@ def _machine(device: torch.device, backend: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "backend": backend,
-        "device": "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device.index),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
     if device.type == "cuda":

@@ -28,7 +28,8 @@ def check_speeds(speeds: Sequence[float]) -> None:
             raise ValueError(f"speeds[{index}]={speed} is not positive and finite; give relative speeds such as [1, 1, 2]")
     if speeds and max(speeds) > _LARGEST_RATIO * min(speeds):
         raise ValueError(
-            f"speeds={list(speeds)}: the fastest is over {_LARGEST_RATIO:,} times the slowest; leave the slowest out"
+            f"speeds: the fastest, {max(speeds):g}, is over {_LARGEST_RATIO:,} times the slowest, {min(speeds):g}; leave "
+            "the slowest out"
         )
 
 
@@ -224,15 +225,17 @@ _LARGEST_SHARE = 0.9
 def steps_in_shards(plan: WorkPlan, steps_a_round: Sequence[int]) -> tuple[int, ...]:
     """Steps of each worker in an epoch of whole rounds of ``steps_a_round``, within the shards of ``plan``."""
     rounds = [shard // (batch * k) for shard, batch, k in zip(plan.shards, plan.batches, steps_a_round, strict=True)]
-    if min(rounds) == 0:
-        raise ValueError(f"a round of {list(steps_a_round)} steps does not fit in an epoch; use a shorter period")
-    return tuple(min(rounds) * k for k in steps_a_round)
+    fewest = min(rounds)
+    if fewest == 0:
+        raise ValueError(f"a round of {list(steps_a_round)[:8]} steps does not fit in an epoch; use a shorter period")
+    return tuple(fewest * k for k in steps_a_round)
 
 
 def _share_remainder(used: list[int], num_samples: int) -> list[int]:
     """Distribute the remainder over the shards in proportion, so that every sample belongs to a worker."""
-    remainder = num_samples - sum(used)
-    shares = [remainder * size // sum(used) for size in used]
+    total = sum(used)
+    remainder = num_samples - total
+    shares = [remainder * size // total for size in used]
     for index in range(remainder - sum(shares)):
         shares[index % len(shares)] += 1
     return [size + share for size, share in zip(used, shares, strict=True)]

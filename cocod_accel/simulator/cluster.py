@@ -30,6 +30,8 @@ from cocod_accel.config.strict import (
 from cocod_accel.sharding.plan import check_speeds
 
 TOPOLOGIES = ("ring", "tree", "hierarchical")
+#: So many take a minute for a thousand steps of every algorithm.
+MOST_WORKERS = 100_000
 
 
 @dataclass
@@ -207,6 +209,7 @@ class Cluster:
         """The same cluster with another number of workers; the mix of groups stays, as far as whole workers allow."""
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers} must be at least 1")
+        _check_number(num_workers, "--workers")
         total = self.num_workers
         exact = [group.count * num_workers / total for group in self.workers]
         counts = [math.floor(share) for share in exact]
@@ -299,6 +302,10 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     save_yaml(tree, path)
 
 
+def _check_number(num_workers: int, key: str) -> None:
+    require(num_workers <= MOST_WORKERS, key, num_workers, f"at most {MOST_WORKERS:,} workers can be simulated")
+
+
 def validate(cluster: Cluster) -> None:
     """Refuse an invalid cluster, with one line."""
     network, stragglers = cluster.network, cluster.stragglers
@@ -311,6 +318,7 @@ def validate(cluster: Cluster) -> None:
         *((key, n) for key, n in (("payload_bytes", cluster.payload_bytes),) if n is not None),
     ):
         require(count >= 1, key, count, "must be at least 1")
+    _check_number(cluster.num_workers, "workers")
     _at_least_zero(
         ("fixed_seconds", cluster.fixed_seconds),
         ("network.latency_us", network.latency_us),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from cocod_accel.config.algorithms import algorithm_class
-from cocod_accel.config.loading import load_config
+from cocod_accel.config.loading import merged_config
 from cocod_accel.config.rules import validate
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
@@ -85,10 +85,11 @@ def configured(cluster: Cluster, arguments: list[str], algorithm: str | None = N
 
     ``steps``: of worker 0; the schedule is made longer, or cut, to hold them.
     """
-    speeds = ",".join(repr(speed) for speed in cluster.speeds())
-    own = [f"cluster.num_workers={cluster.num_workers}", f"cluster.speeds=[{speeds}]"]
+    own = [f"cluster.num_workers={cluster.num_workers}", "cluster.speeds=null"]
     own += [] if algorithm is None else [f"algorithm.name={algorithm}"]
-    config = load_config([*arguments, *own])
+    config = merged_config([*arguments, *own])
+    config.cluster.speeds = cluster.speeds()  # not as text, which would have to be read again
+    validate(config)
     _refuse(config)
     config.emulate.cluster = title(cluster)
     if config.has_auto_period or config.has_auto_code:

@@ -6,7 +6,7 @@ and the turns of parts within them, are counted by the trainer's own ``RoundCloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,14 +162,18 @@ class Timeline:
 
     def _waited(self, joined: Array, end: Array, blocked_from: Array, blocked_until: Array) -> None:
         if self.sample is not None and self.sample.is_open:
-            self.sample.waited(joined, end, blocked_from, blocked_until, self.steps)
+            self.sample.waited(joined, end, blocked_from, blocked_until, self._sampled_steps(self.sample))
 
     def _conclude(self, done: NDArray[np.bool_]) -> None:
         """The step of these workers has ended."""
         if done[0]:
             self.marks.note(self.fleet, self.rounds)
         if self.sample is not None and self.sample.is_open:
-            self.sample.stepped(done, self.steps, self._begun, self.fleet.now)
+            self.sample.stepped(done, self._sampled_steps(self.sample), self._begun, self.fleet.now)
+
+    def _sampled_steps(self, sample: SpanSample) -> dict[int, int]:
+        """Of the workers whose spans are kept."""
+        return {rank: self._clocks[self._kinds[rank]].attempts for rank in sample.ranks}
 
 
 # ---------------------------------------------------------------------------------------------------- how long steps take
@@ -238,14 +242,14 @@ class SpanSample:
         """Worker 0 has taken this many steps."""
         self.is_open = steps_taken in self._window
 
-    def waited(self, joined: Array, end: Array, blocked_from: Array, blocked_until: Array, steps: Sequence[int]) -> None:
+    def waited(self, joined: Array, end: Array, blocked_from: Array, blocked_until: Array, steps: Mapping[int, int]) -> None:
         """Everybody has waited for a transfer."""
         for rank in self.ranks:
             self._add(rank, steps[rank], "communicate", joined[rank], end[rank])
             if blocked_until[rank] > blocked_from[rank]:
                 self._add(rank, steps[rank], "wait", blocked_from[rank], blocked_until[rank])
 
-    def stepped(self, done: NDArray[np.bool_], steps: Sequence[int], begun: Array, ended: Array) -> None:
+    def stepped(self, done: NDArray[np.bool_], steps: Mapping[int, int], begun: Array, ended: Array) -> None:
         """These workers' steps have ended; waits lie inside steps."""
         for rank in self.ranks:
             if done[rank]:

@@ -58,7 +58,8 @@ def attach(
     apparent = group_of(model) if inner is None else default_group()
     group = apparent if subject is None else subject.group
     device = next((parameter.device for parameter in model.parameters()), None) if isinstance(model, nn.Module) else None
-    reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group, device)
+    what = "" if group is None else f"attach() with {torch.distributed.get_world_size(group)} workers"
+    reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group, device, what=what)
     raise_problems(reports, problem)
     assert subject is not None
     check_agreement(reports, algorithm)

@@ -53,6 +53,10 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]
     while True:
         refuse_sharded(module, "the model")
         if isinstance(module, DistributedDataParallel):
+            if ddp is not None:
+                raise TypeError(
+                    "the model is wrapped in DistributedDataParallel twice; the inner one would synchronise; wrap once"
+                )
             ddp, module = module, module.module
         elif is_engine(module):
             module = module.module  # type: ignore[assignment]

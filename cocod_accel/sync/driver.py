@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.algorithms.rounds import RoundClock
+from cocod_accel.averaging.flat import copied
 from cocod_accel.averaging.route import Route
 
 #: Options that an average's state depends on.
@@ -110,7 +111,7 @@ class Driver:
 
         Without ``copies`` it holds only until the next step.
         """
-        outer = self.method.outer
+        outer, own = self.method.outer, self.method.state()
         return {
             "algorithm": self.method.name,
             "attempts": self.clock.attempts,
@@ -123,7 +124,7 @@ class Driver:
                 "own_share": self.method.own_share,
                 "outer": [outer.rate, outer.momentum, outer.nesterov],
             },
-            "method": self.method.state(),
+            "method": copied(own) if copies else own,
             "averages": self.replica.state(copies=copies),
         }
 

@@ -63,7 +63,7 @@ def _from_3(state: dict[str, Any]) -> dict[str, Any]:
         "own_share": 1.0,
         "outer": [1.0, followed["momentum"], False],
     }
-    averages = {"parts": parts, "drift": None}
+    averages = {"parts": parts}
     return {
         **kept,
         "version": VERSION,

@@ -7,6 +7,10 @@ Workers meet in collectives, so all of them must count the same rounds even when
 * a backward whose gradients were dropped without one, noticed at the next forward or when somebody asks.
 
 Gradients that merely accumulate over several backwards are one attempt: they are still there at the next forward.
+
+A model may also be used inside the loss of another one, as a GAN's discriminator is in its generator's: what it is given
+then requires gradients. If the gradients of such a backward are dropped, it was none of this model's own, and is no attempt;
+unless they were not finite, because then it may have been a GradScaler that dropped them.
 """
 
 from __future__ import annotations
@@ -58,6 +62,9 @@ class Watcher(Protocol):
 
     def backward_ends(self) -> None:
         """Gradients have been accumulated."""
+
+    def backward_dropped(self) -> None:
+        """The last backward was for another model's sake, and no step follows."""
 
     def accumulates(self) -> bool:
         """Whether the loop has said (with ``no_sync``) that more backwards will follow before a step."""
@@ -130,13 +137,16 @@ class AttemptCounter:
         self._forward_is_open = False  # a training forward has had no backward yet
         self._accumulates = False
         self._backward_ran = False
+        self._is_own_forward = False  # of this model's own, since the last backward
+        self._is_own_backward = False  # since the last attempt
+        self._sizes: list[Tensor] = []  # of gradients for the sake of another model
         self._num_owed = 0
         self._watches_parameters = False
         self._before: list[_Identity] | None = None
         self._witness: tuple[Tensor, _Identity] | None = None
         self._removables: list[Any] = [
             # Before those of whoever gathers a sharded model: a round that ends here changes its shards.
-            model.register_forward_pre_hook(_Hook(self._forward_begins), prepend=in_node is not None),
+            model.register_forward_pre_hook(_Hook(self._forward_begins), with_kwargs=True, prepend=in_node is not None),
             model.register_forward_hook(_Hook(self._forward_ends)),
         ]
         for optimizer in optimizers:
@@ -157,26 +167,36 @@ class AttemptCounter:
         A backward that no step has followed counts even if its gradients still stand: a loop that calls ``zero_grad()``
         first will drop them a moment later. Unless the loop has said that it accumulates.
         """
-        if self._stepped or (self._backward_ran and (not self._accumulates or self._gradients_dropped())):
+        if self._stepped:
+            self._owe()
+        elif self._backward_ran and self._is_for_another:
+            if self._gradients_dropped():
+                self._drop()
+        elif self._backward_ran and (not self._accumulates or self._gradients_dropped()):
             self._owe()
         self._pay()
 
     def forget(self) -> None:
         """Begin with a clean slate: no step, no backward since the last attempt."""
         self._stepped.clear()
-        self._backward_ran = False
+        self._backward_ran = self._is_own_backward = False
+        self._sizes = []
         self._witness = None
 
     # ---- hooks
 
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._in_passing()
         # Without grad it is an evaluation, perhaps on one worker only: nothing may start a collective there.
         if not torch.is_grad_enabled() or self._in_closure or self.paused:
             return
         self._in_backward = False  # in case the last backward raised
-        if self._stepped or (self._backward_ran and self._gradients_dropped()):
+        if self._stepped:
             self._owe()
+        elif self._backward_ran and self._gradients_dropped():
+            self._drop()
+        if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+            self._is_own_forward = True
         if not self._forward_is_open:  # else ending a round would change parameters that a backward still needs
             self._pay()
 
@@ -209,7 +229,7 @@ class AttemptCounter:
             if not accumulating:
                 # Dropped between forward and backward. Ending a round here would change parameters that this backward
                 # still reads, so the attempt is owed until the step.
-                self._owe()
+                self._drop()
         else:
             accumulating = False
         self._watcher.backward_begins(accumulating)
@@ -224,6 +244,12 @@ class AttemptCounter:
         ):
             return  # it was autograd.grad() of an output, not a backward that a step could follow
         self._backward_ran = True
+        self._is_own_backward = self._is_own_backward or self._is_own_forward
+        self._is_own_forward = False
+        if not self._is_own_backward:
+            gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+            held = [gradient for gradient in gradients if gradient.numel()]
+            self._sizes = list(torch._foreach_norm(held, float("inf"))) if held else []
         self._watcher.backward_ends()
         self._witness = holder, _identity(holder)
 
@@ -256,6 +282,22 @@ class AttemptCounter:
                 return False  # untouched since backward: the usual case while gradients accumulate, and free of charge
         found = any(p.grad is not None and bool(local(p.grad).any()) for p in self._parameters)
         return not (found if self._in_node is None else self._in_node(found))
+
+    @property
+    def _is_for_another(self) -> bool:
+        """Whether the last backward was for the sake of another model, whose own step it was for."""
+        if self._is_own_backward:
+            return False
+        overflows = not all(bool(torch.isfinite(size)) for size in self._sizes)
+        return not (overflows if self._in_node is None else self._in_node(overflows))
+
+    def _drop(self) -> None:
+        """The gradients of the last backward are gone, and no step has used them."""
+        if self._is_for_another:
+            self.forget()
+            self._watcher.backward_dropped()
+        else:
+            self._owe()
 
     def _owe(self) -> None:
         self._num_owed += 1

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
+
 from cocod_accel.algorithms import SSGD, Algorithm
 from cocod_accel.averaging.replica import Replica
 from cocod_accel.averaging.route import Route
@@ -21,6 +23,7 @@ from cocod_accel.sync.ddp import LocalPhase
 from cocod_accel.sync.driver import Driver
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.peers import PeerWatch
+from cocod_accel.sync.places import Places
 from cocod_accel.sync.preflight import (
     ATTACHED,
     Report,
@@ -30,6 +33,7 @@ from cocod_accel.sync.preflight import (
     raise_problems,
     start_equal,
 )
+from cocod_accel.sync.reminders import Reminder
 from cocod_accel.sync.shards import asking, refreshed
 from cocod_accel.sync.step_counter import AttemptCounter, places_in_backward
 from cocod_accel.sync.watcher import LoopWatcher
@@ -53,8 +57,10 @@ class Stats:
     exposed_seconds: float
     #: Seconds communication ran while training computed.
     hidden_seconds: float
-    #: ||x_t - mean_t|| / ||mean_t|| at the last merge.
+    #: ||x_t - mean_t|| / ||mean_t|| at the last merge, and the largest and the mean of all merges.
     drift: float
+    largest_drift: float
+    mean_drift: float
 
     def keys(self) -> list[str]:
         return list(asdict(self))
@@ -69,7 +75,11 @@ class Sync:
     def __init__(
         self, subject: Subject, algorithm: Algorithm, channels: Channels, nodes: Nodes, reports: Sequence[Report]
     ) -> None:
-        self._subject, self._nodes = subject, nodes
+        #: What is trained: model, optimizers, process group.
+        self.subject = subject
+        self._nodes = nodes
+        #: This worker's rank, and the ranks that share a node, node by node.
+        self.rank, self.nodes = nodes.rank, [list(members) for members in nodes.members]
         self._weights = [report.weight for report in reports]
         #: What sums the gradients inside this worker's node; None: every worker is a node, or its node's model is sharded.
         self._inside: SSGD | None = None
@@ -81,7 +91,10 @@ class Sync:
         self._driver = Driver(
             algorithm, subject.trainable, subject.buffers, subject.optimizers, route, offload=subject.offloads
         )
-        self._is_attached = True
+        #: False after detach().
+        self.is_attached = True
+        #: What it says when a program is about to lose the mean.
+        self.reminder = Reminder(subject.module, self._driver, speaks=nodes.rank == 0 and len(self._weights) > 1)
         self._phase: LocalPhase | None = None
         reducer = self._driver.method if self._inside is None else self._inside
         if subject.router is not None:
@@ -89,10 +102,12 @@ class Sync:
             if subject.ddp is not None and not algorithm.reduces_gradients:
                 bypass = subject.model is subject.ddp
                 self._phase = LocalPhase(subject.ddp, bypass=bypass, keep_gradients=self._inside is not None)
-        self._watcher = LoopWatcher(self._driver, reducer, subject, len(self._weights))
+        self._places = Places(self._driver, channels, nodes.rank)
+        self._watcher = LoopWatcher(self._driver, reducer, subject, self._places, len(self._weights))
         # The second stage of an average begins in passing. Twice a step would be too seldom for rounds of one step.
         has_places = _has_stages(algorithm, channels) and subject.engine is None
         places = places_in_backward(subject.trainable) if has_places else []
+        self._counter: AttemptCounter | EngineCounter
         if isinstance(subject.shards, ZeroShards):
             self._counter = EngineCounter(subject.engine, subject.shards, self._watcher, self._driver.method.poll)
         else:
@@ -100,7 +115,8 @@ class Sync:
             self._counter = AttemptCounter(
                 subject.model, subject.optimizers, self._watcher, self._driver.method.poll, places, in_node
             )
-        self._control = Control(self)
+        #: What only a trainer needs.
+        self.control = Control(self)
         self._peers: PeerWatch | None = None
         ATTACHED.add(subject.module)
         if self._inside is not None:
@@ -115,27 +131,39 @@ class Sync:
 
         Collective. An average in flight is merged when it is due, as without this; nothing that is trained changes.
         """
-        self._settle("averaged()")
+        self._settle("averaged()", meets=True)
         self._watcher.is_averaged = self._counter.paused = True
         try:
             # Refreshed when the mean is there, and again when the local state is back.
-            shards, evaluation = self._subject.shards, self._driver.replica.evaluation
-            with refreshed(shards), self._subject.bound_buffers(), ExitStack() as stack:
+            shards, evaluation = self.subject.shards, self._driver.replica.evaluation
+            with refreshed(shards), self.subject.bound_buffers(), ExitStack() as stack:
                 with refreshed(shards):
                     stack.enter_context(evaluation.averaged())
+                stack.enter_context(self.reminder.quiet())
                 yield
         finally:
             self._watcher.is_averaged = self._counter.paused = False
 
     def finish(self) -> None:
         """Merge what is in flight, then give every worker the exact mean. Collective; training may go on after it."""
-        self._settle("finish()")
-        with refreshed(self._subject.shards):
+        self._settle("finish()", meets=True)
+        with refreshed(self.subject.shards):
             self._driver.finish()
+        self.reminder.are_level()
+
+    def mean_state_dict(self) -> dict[str, Any]:
+        """The mean model's ``state_dict()``, in the host's memory: what to save or to export. Collective, as averaged()."""
+        if self.subject.shards is not None:
+            raise RuntimeError("mean_state_dict() of a sharded model is a whole one; use sync.finish() and export_model()")
+        with self.averaged():
+            return {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in self.subject.module.state_dict().items()
+            }
 
     def reweight(self, weight: float) -> None:
         """Finish with the old weights, then start a round with new ones. Collective."""
-        self._settle("reweight()")  # before anybody waits: others may be in a round's mean already
+        self._settle("reweight()", meets=True)  # before anybody waits: others may be in a round's mean already
         problem: Exception | None = None
         value = float("nan")
         try:
@@ -143,10 +171,10 @@ class Sync:
         except (TypeError, ValueError) as error:
             problem = error
         report = Report(error=described(problem), weight=value)
-        reports = exchange_reports(report, self._subject.group, self._subject.device)
+        reports = exchange_reports(report, self.subject.group, self.subject.device)
         raise_problems(reports, problem)
         weights = [report.weight for report in reports]
-        check_weights(self._driver.method, self._nodes, weights, sharded=self._subject.shards is not None)
+        check_weights(self._driver.method, self._nodes, weights, sharded=self.subject.shards is not None)
         self.finish()
         self._set_weights(weights)
 
@@ -166,13 +194,15 @@ class Sync:
 
         On a GPU it waits for what the device was told so far: what communication has cost is known only then.
         """
-        exposed = self._control.blocked_seconds()
+        exposed = self.control.blocked_seconds()
         return Stats(
             rounds=self._driver.clock.rounds,
             bytes=self._driver.replica.route.traffic.num_bytes,
             exposed_seconds=exposed,
-            hidden_seconds=sum(traffic.hidden_seconds for traffic in self._control.traffics),
+            hidden_seconds=sum(traffic.hidden_seconds for traffic in self.control.traffics),
             drift=self._driver.replica.drift,
+            largest_drift=self._driver.replica.drifts.largest,
+            mean_drift=self._driver.replica.drifts.mean,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +211,7 @@ class Sync:
 
     def _state(self, *, copies: bool) -> dict[str, Any]:
         self._settle("state_dict()")
-        traffic = [traffic.counters() for traffic in self._control.traffics]
+        traffic = [traffic.counters() for traffic in self.control.traffics]
         return {"version": states.VERSION, **self._driver.state(copies=copies), "traffic": traffic, "nodes": self.nodes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,68 +225,52 @@ class Sync:
         self._driver.check_state(state)
         self._driver.load_state(state)
         # Saved with other nodes: what was sent inside them is forgotten, or begins at zero.
-        for traffic, counters in zip(self._control.traffics, state["traffic"], strict=False):
+        for traffic, counters in zip(self.control.traffics, state["traffic"], strict=False):
             traffic.restore(counters)
         self._counter.forget()
 
     def detach(self) -> None:
         """Remove everything that was added; the model trains as plain DDP again. No collective; may be called again."""
-        if self._is_attached:
+        if self.is_attached:
             self._driver.replica.route.comm.let_go(_LET_GO_SECONDS)
-        self._remove()
+            self.reminder.of_detaching()
+        self._remove(f"detach() at step {self.attempts}")
         if self._peers is not None and sys.exc_info()[0] is None:  # else it must still say who made this worker fail
             self._peers.stop()
 
-    def _remove(self) -> None:
-        if self._is_attached:
-            self._is_attached = False
+    def _remove(self, how: str) -> None:
+        if self.is_attached:
+            self.is_attached = False
+            self.reminder.remove()
+            self._places.leave(how)
             self._counter.remove()
             if self._phase is not None:
                 self._phase.end()
-            if self._subject.router is not None:
-                self._subject.router.release()
+            if self.subject.router is not None:
+                self.subject.router.release()
                 if self._phase is not None and self.attempts > 0:
-                    self._subject.router.retire_static_graph(self._subject.ddp)
-            ATTACHED.discard(self._subject.module)
+                    self.subject.router.retire_static_graph(self.subject.ddp)
+            ATTACHED.discard(self.subject.module)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if kind is None and self._is_attached:
+            if kind is None and self.is_attached:
                 self.finish()
-        except BaseException:
-            self._abandon()
+        except BaseException as problem:
+            self._abandon(problem)
             raise
         if kind is not None:
-            self._abandon()
+            self._abandon(kind() if error is None else error)
         self.detach()
 
     # ---- what a checkpoint or a trainer must know
 
     @property
-    def control(self) -> Control:
-        """What only a trainer needs."""
-        return self._control
-
-    @property
-    def subject(self) -> Subject:
-        """What is trained: model, optimizers, process group."""
-        return self._subject
-
-    @property
-    def rank(self) -> int:
-        return self._nodes.rank
-
-    @property
     def num_workers(self) -> int:
         return len(self._weights)
-
-    @property
-    def nodes(self) -> list[list[int]]:
-        """The ranks that share a node, node by node."""
-        return [list(members) for members in self._nodes.members]
 
     @property
     def weight(self) -> float:
@@ -280,10 +294,12 @@ class Sync:
 
     # ---- details
 
-    def _settle(self, call: str) -> None:
-        """Count everything attempted by now, because ``call`` meets the other workers."""
+    def _settle(self, call: str, *, meets: bool = False) -> None:
+        """Count everything attempted by now; if the call ``meets`` the others, all are to make it at the same step."""
         self._check_usable(call)
         self._counter.settle()
+        if meets:
+            self._places.meet(call)
 
     def _set_weights(self, weights: Sequence[float]) -> None:
         self._weights = [float(weight) for weight in weights]
@@ -293,16 +309,17 @@ class Sync:
             route.node.weights = self._nodes.inside(self._weights)
 
     def _check_usable(self, call: str) -> None:
-        if not self._is_attached:
+        if not self.is_attached:
             raise RuntimeError(f"{call} after detach(); attach again first")
         if self.is_averaged and call != "state_dict()":
             raise RuntimeError(f"{call} inside averaged(); leave the with block first")
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         # Other workers may be anywhere: nothing may wait for them, and what is in flight stays behind on its group.
-        if self._subject.router is not None:
-            self._subject.router.channels = self._subject.router.channels_of = None
-        self._remove()
+        if self.subject.router is not None:
+            self.subject.router.channels = self.subject.router.channels_of = None
+        line = str(error).split("\n")[0]
+        self._remove(f"{type(error).__name__}{': ' if line else ''}{line}")
 
 
 def _has_stages(algorithm: Algorithm, channels: Channels) -> bool:

@@ -6,9 +6,11 @@ from torch.autograd import Variable
 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.comm.device import is_capturing
-from cocod_accel.sync.ddp import under_no_sync
+from cocod_accel.sync.belongings import Belongings
+from cocod_accel.sync.ddp import ignored_names, under_no_sync
 from cocod_accel.sync.deepspeed import EngineRouter
 from cocod_accel.sync.driver import Driver
+from cocod_accel.sync.places import Places
 from cocod_accel.sync.preflight import Subject
 from cocod_accel.sync.shards import refreshed
 from cocod_accel.sync.step_counter import is_stepped_by_scaler
@@ -17,9 +19,10 @@ from cocod_accel.sync.step_counter import is_stepped_by_scaler
 class LoopWatcher:
     """Told by an :class:`~cocod_accel.sync.step_counter.AttemptCounter`; ends rounds, and sees to gradients."""
 
-    def __init__(self, driver: Driver, reducer: Algorithm, subject: Subject, num_workers: int) -> None:
+    def __init__(self, driver: Driver, reducer: Algorithm, subject: Subject, places: Places, num_workers: int) -> None:
         self._driver, self._method, self._reducer = driver, driver.method, reducer
-        self._subject = subject
+        self._subject, self._places = subject, places
+        self._belongings = Belongings(subject.module, subject.optimizers, ignored_names(subject.ddp))
         self._ddp, self._engine, self._router = subject.ddp, subject.engine, subject.router
         # Nobody else sees to gradients: one process, and no wrapper or an engine, which then reduces nothing.
         self._without_ddp = self._ddp is None and (self._engine is None or num_workers == 1)
@@ -31,6 +34,7 @@ class LoopWatcher:
         with refreshed(self._subject.shards):
             part = self._driver.attempt()
             if part is not None:
+                self._check_belongings()
                 self._driver.launch(part)
                 self._driver.land(part)
 
@@ -57,7 +61,20 @@ class LoopWatcher:
             # Queued from a callback that runs before DDP's own, so that this one runs after it.
             Variable._execution_engine.queue_callback(self._method.after_buckets)
 
+    def backward_dropped(self) -> None:
+        self._reducer.backward_dropped()
+
     def accumulates(self) -> bool:
         if self._engine is not None:
             return not self._engine.is_gradient_accumulation_boundary()
         return self._ddp is not None and under_no_sync(self._ddp)
+
+    def _check_belongings(self) -> None:
+        """Before a round ends without what was added meanwhile."""
+        problem, shards = self._belongings.problem(), self._subject.shards
+        if problem is not None and shards is not None:
+            shards.refresh()  # gathered parameters may stand in the place of shards
+            problem = self._belongings.problem()
+        if problem is not None:
+            self._places.leave(problem)
+            raise RuntimeError(problem)

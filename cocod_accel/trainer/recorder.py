@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from cocod_accel.comm.device import Moment
 from cocod_accel.runs.folder import RunFolder
 from cocod_accel.trainer.auto_period import Decision
 from cocod_accel.trainer.export import model_digest
@@ -29,7 +30,8 @@ class Recorder:
         # The mark of rows and lines of an emulated run; kept, because a row is made in every step.
         self._label: dict[str, Any] = {} if self.config.emulated is None else {"emulated": True}
         self._note = " (emulated)" if self._label else ""
-        self._spans: list[dict[str, Any]] = []
+        #: (step, name, start, end); a device comes to its own later.
+        self._spans: list[tuple[int, str, Moment, Moment]] = []
         self._bar: Any = None
 
     # ---- the terminal
@@ -56,10 +58,11 @@ class Recorder:
         worker = self.worker
         if not worker.is_main:
             return
+        last = loss.item()  # first: a device is then as far as the clock
         stats, seconds = worker.sync.stats(), worker.clock.seconds
         row = {
             "epoch": epoch + 1,
-            "loss": loss.item(),
+            "loss": last,
             "learning_rate": worker.optimizer.param_groups[0]["lr"],
             "train_seconds": seconds,
             "samples_per_second": worker.at.all_samples / seconds,
@@ -109,24 +112,32 @@ class Recorder:
 
     # ---- spans
 
-    def computed(self, start: float, end: float) -> None:
-        """A step is done."""
-        self.span("compute", start, end)
+    def now(self) -> Moment | None:
+        """When this worker's device comes by here, if spans are kept."""
+        return Moment(self.worker.accelerator.device) if self.config.logging.spans else None
+
+    def computed(self, start: Moment | None) -> None:
+        """A step is done that began at ``start``, which is what :meth:`now` said."""
+        end = self.now()
+        if start is not None and end is not None:
+            self._spans.append((self.worker.step, "compute", start, end))
         self._bar.update()
 
     def span(self, name: str, start: float, end: float) -> None:
         """What this worker did from when to when, in ``time.perf_counter`` seconds."""
-        worker = self.worker
         if self.config.logging.spans:
-            origin = worker.clock.origin
-            row = {"rank": worker.rank, "step": worker.step, "name": name, "start": start - origin, "end": end - origin}
-            self._spans.append({**row, **self._label})
+            self._spans.append((self.worker.step, name, Moment(seconds=start), Moment(seconds=end)))
 
     def write_spans(self) -> None:
-        for name, start, end in self.worker.sync.control.take_spans():
+        worker = self.worker
+        for name, start, end in worker.sync.control.take_spans():
             self.span(name, start, end)
-        rows, self._spans = self._spans, []
-        self.folder.spans(self.worker.rank, rows)
+        spans, self._spans = self._spans, []
+        origin, rows = worker.clock.origin, []
+        for step, name, first, last in spans:
+            row = {"rank": worker.rank, "step": step, "name": name}
+            rows.append({**row, "start": first.seconds - origin, "end": last.seconds - origin, **self._label})
+        self.folder.spans(worker.rank, rows)
 
     # ---- the end
 

@@ -66,11 +66,14 @@ class Resumption:
         """Model, optimizer and averages of a checkpoint; None if there is none to start from."""
         if not self._place.is_continued and self._place.start is None:
             return None
-        resumed = self._checkpoints.resume(self._place.start, is_same=self._is_same_plan, check=check_position)
+        resumed = self._checkpoints.resume(self._place.start, is_same=self._is_same_plan, check=self._check_position)
         if resumed is not None and self._needs_warm_up(resumed):
             self._warm_up()
-            resumed = self._checkpoints.resume(resumed.path, is_same=self._is_same_plan, check=check_position)
+            resumed = self._checkpoints.resume(resumed.path, is_same=self._is_same_plan, check=self._check_position)
         return resumed
+
+    def _check_position(self, position: Any) -> None:
+        check_position(position, self._config.schedule.epochs)
 
     def _restore(self, resumed: Resumed) -> None:
         """The rest of a checkpoint: where in the run it was taken, and with which plan."""
@@ -80,7 +83,7 @@ class Resumption:
         worker.at = Position(**saved)
         if self._place.start is None:
             # Other workers all get worker 0's position: its spans are not theirs.
-            kept = own["sizes"] if resumed.is_exact else {"metrics": own["sizes"]["metrics"]}
+            kept = own["sizes"] if resumed.is_exact else {"metrics": own["sizes"].get("metrics", 0)}
             self._recorder.folder.cut(worker.rank, kept)
         worker.clock.load_state(own["clock"])
         worker.times.seconds.update({t: s for t, s in own["times"].items() if t in worker.times.seconds})

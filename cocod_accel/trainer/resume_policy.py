@@ -92,14 +92,14 @@ def _last(config: Config) -> Path | None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise if a run folder holds a link: going on would write through it, to wherever it points."""
-    for root, folders, files in os.walk(folder):
-        for path in (Path(root) / name for name in (*folders, *files)):
-            if path.is_symlink() and not _is_wandbs(path, folder):
-                raise ConfigError(
-                    f"output={folder.parent}: {path} is a symbolic link, through which a resumed run would write; "
-                    "delete it, or choose another name"
-                )
+    """Raise if a run folder is or holds a link: going on would write through it, to wherever it points."""
+    held = (Path(root) / name for root, folders, files in os.walk(folder) for name in (*folders, *files))
+    for path in (folder, *held):
+        if path.is_symlink() and not _is_wandbs(path, folder):
+            raise ConfigError(
+                f"output={folder.parent}: {path} is a symbolic link, through which a resumed run would write; "
+                "delete it, or choose another name"
+            )
 
 
 def _is_wandbs(path: Path, folder: Path) -> bool:

@@ -27,7 +27,6 @@ The guard keeps a model with a non-finite loss out of every average.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from accelerate.accelerator import Accelerator
@@ -121,7 +120,7 @@ class Trainer:
         all_per_own = worker.work.all_samples_per_own(epoch)
         worker.clock.start()
         for index in range(at.index, steps):
-            begin = time.perf_counter()
+            begin = self.recorder.now()
             pace.begin(self.sync.control.blocked_seconds)
             worker.now_at(f"step {at.step + 1}")
             inputs, labels = next(supply)
@@ -139,7 +138,7 @@ class Trainer:
             stretched = pace.end(self.sync.control.blocked_seconds)
             if stretched is not None:
                 self.recorder.span("stretch", *stretched)
-            self.recorder.computed(begin, time.perf_counter())
+            self.recorder.computed(begin)
             is_logged = at.step % self.config.logging.every_steps == 0
             if is_logged:
                 self.recorder.step(epoch, loss, self.adaptation.period)

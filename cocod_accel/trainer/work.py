@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cocod_accel.algorithms import Algorithm
+from cocod_accel.algorithms.rounds import Period
 from cocod_accel.checkpoint import schema
 from cocod_accel.config.algorithms import algorithm_class, build_algorithm
 from cocod_accel.config.settings import Config
@@ -116,14 +117,17 @@ class Work:
         return float(sum(used) / used[self.rank])
 
 
-def check_position(saved: Any) -> None:
-    """Refuse what no run has kept as its position: nothing of a checkpoint is used before all of it was looked at."""
+def check_position(saved: Any, epochs: int) -> None:
+    """Refuse what no run of so many epochs has kept as its position.
+
+    Nothing of a checkpoint is used before all of it was looked at.
+    """
     if not isinstance(saved, dict) or "first_batches" not in saved:
         raise ValueError("was not written by cocod train, so no run can start from it")
     counts = schema.each(schema.count)
     own = schema.record(
         {
-            "sizes": schema.values(schema.count),
+            "sizes": _sizes,
             "clock": schema.each(schema.number, 2),
             "times": schema.values(schema.optional(schema.number), schema.number),
             "losses": _scalar,
@@ -146,8 +150,22 @@ def check_position(saved: Any) -> None:
     }
     known = [entry.name for entry in fields(Position)]
     schema.record(rules, optional_keys=known)(saved, "position")
-    if not min(saved["first_batches"], default=0) >= 1 or len(saved["first_batches"]) != len(saved["all_steps"]):
-        raise ValueError("position.first_batches are not those of its workers")
+    batches, steps, moved = saved["first_batches"], saved["all_steps"], saved.get("moved_batches")
+    if min(batches, default=0) < 1 or min(steps, default=0) < 1 or len(batches) != len(steps):
+        raise ValueError("position.first_batches and all_steps are not those of its workers")
+    if moved is not None and (min(moved, default=0) < 1 or len(moved) != len(batches) or sum(moved) != sum(batches)):
+        raise ValueError("position.moved_batches are not its batches, moved")
+    for name in ("paces", "fixed"):
+        if saved.get(name) is not None and len(saved[name]) != len(batches):
+            raise ValueError(f"position.{name} are not those of its workers")
+    if saved.get("epoch", 0) > epochs or saved.get("index", 0) > max(steps):
+        raise ValueError(f"position is after the end: epoch {saved.get('epoch')}, step {saved.get('index')} in it")
+    if saved.get("periods") is not None:
+        Period.parse(saved["periods"])
+
+
+def _sizes(value: Any, where: str) -> None:
+    schema.record({"metrics": schema.count, "spans": schema.count}, optional_keys=("metrics",))(value, where)
 
 
 def _scalar(value: Any, where: str) -> None:

@@ -61,7 +61,7 @@ class Worker:
             is_busy=accelerator.device.type == "cpu" and has_core_each(),
             device=accelerator.device,
         )
-        self.clock = TrainingClock()
+        self.clock = TrainingClock(accelerator.device)
         self.times = TimeToAccuracy(list(config.evaluation.targets))
         self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
         #: The sum of this epoch's losses.
