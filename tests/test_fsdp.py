@@ -592,18 +592,23 @@ def with_nothing(rank: int) -> Any:
         for part in (0, 1):
             x, y = loops.make_batch(rank, 2 * step + part)
             loops.loss_of(model, x, y[:, :1]).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # gradients are not what they were after backward
+            model.weight.grad.mul_(0.5)  # they are not what they were after backward
         optimizer.step()
         attempts.append(sync.attempts)
         optimizer.zero_grad()
     sync.finish()
-    return attempts, [value.numel() for value in shards_of(model)], whole(model)
+    uneven: Any = nn.ParameterList([torch.ones(1, 40), torch.ones(40), torch.ones(40)])
+    fully_shard(uneven, mesh=mesh_of(2)["shard"])
+    in_parts = attach(uneven, OPTIMIZERS["sgd"](uneven), CoCoDSGD(2, fragments=2))
+    cuts = [len(part.parameters) for part in in_parts._driver.replica.parts]
+    return attempts, [value.numel() for value in shards_of(model)], whole(model), cuts
 
 
 def test_a_worker_without_any_parameters_counts_like_its_mate() -> None:
     results = run_workers(4, with_nothing, fresh=True)
-    assert [sizes for _, sizes, _ in results] == [[6], [0]] * 2
-    for attempts, _, final in results:
+    assert [sizes for _, sizes, *_ in results] == [[6], [0]] * 2
+    for attempts, _, final, cuts in results:
+        assert cuts == [1, 2], "parts are the same on all workers, whatever they hold of them"
         assert attempts == [1, 2, 3, 4, 5, 6]
         assert all(torch.equal(a, b) for a, b in zip(final, results[0][2], strict=True))
 

@@ -194,8 +194,9 @@ class Checkpoints:
 
     def write_worker(self, folder: str | Path) -> None:
         """This worker's part of a checkpoint that somebody else puts together. Not collective."""
-        with self._sync.reminder.quiet(), whole_optimizers(self._subject):
+        with self._sync.reminder.quiet():
             model, buffers = held(self._subject)
+        with whole_optimizers(self._subject):
             optimizers = [optimizer_state(optimizer) for optimizer in self._subject.optimizers]
         tree = {
             "model": model,
@@ -295,20 +296,12 @@ class Checkpoints:
         # All of them are needed for their mean; the first one's is looked at last, because its position counts.
         for rank in [self._rank] if num_workers == self._num_workers else reversed(mixed):
             tree = packing.read(path / worker_file(rank))
-            with whole_optimizers(self._subject):
+            with whole_optimizers(self._subject), self._sync.reminder.quiet():
                 check_tree(tree, *held(self._subject), self._subject.optimizers)
             self._check_rest(tree, num_workers)
             if check is not None:
                 check(tree["position"])
         return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
-
-    def _of_accelerate(self, manifest: dict[str, Any]) -> list[str]:
-        """The files that accelerate will load on this worker, and unpickle with ``weights_only=True``."""
-        if self._accelerator is None:
-            return []
-        own = f"random_states_{self._rank}.pkl"
-        names = [name for name in manifest["files"] if name.endswith((".bin", ".pkl"))]
-        return [name for name in names if name == own or not name.startswith("random_states_")]
 
     def _mixed(self, manifest: dict[str, Any]) -> list[int]:
         """The workers whose states are mixed for this one: all of them, or those that held the same shard."""
@@ -321,6 +314,14 @@ class Checkpoints:
                 "that size, or start from an exported model"
             )
         return [node[here.index(self._rank)] for node in manifest["nodes"]]
+
+    def _of_accelerate(self, manifest: dict[str, Any]) -> list[str]:
+        """The files that accelerate will load on this worker, and unpickle with ``weights_only=True``."""
+        if self._accelerator is None:
+            return []
+        own = f"random_states_{self._rank}.pkl"
+        names = [name for name in manifest["files"] if name.endswith((".bin", ".pkl"))]
+        return [name for name in names if name == own or not name.startswith("random_states_")]
 
     def _check_rest(self, tree: Any, num_workers: int) -> None:
         """What this run has besides a model and its optimizers."""

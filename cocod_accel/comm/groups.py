@@ -308,9 +308,10 @@ class Channels:
             outer.warm_up(device)
         for comm in (TorchComm(inside, gathers), everyone):
             comm.warm_up(device)
-        seat = Seat.of(gathers) if is_seated else None
-        between_nodes = outer if sharded else TwoLevelComm(outer, gathers, seat)
-        return cls(between_nodes, TorchComm(inside, is_seated=is_seated), everyone)
+        within = TorchComm(inside, is_seated=is_seated)
+        if sharded:
+            return cls(outer, within, everyone)
+        return cls(TwoLevelComm(outer, gathers, Seat.of(gathers) if is_seated else None), within, everyone)
 
     @classmethod
     def alone(cls) -> Channels:

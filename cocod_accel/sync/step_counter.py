@@ -248,7 +248,8 @@ class AttemptCounter:
         self._is_own_forward = False
         if not self._is_own_backward:
             gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-            self._sizes = [size for size in torch._foreach_norm(gradients, float("inf")) if size.numel()]
+            held = [gradient for gradient in gradients if gradient.numel()]
+            self._sizes = list(torch._foreach_norm(held, float("inf"))) if held else []
         self._watcher.backward_ends()
         self._witness = holder, _identity(holder)
 
@@ -287,8 +288,8 @@ class AttemptCounter:
         """Whether the last backward was for the sake of another model, whose own step it was for."""
         if self._is_own_backward:
             return False
-        is_broken = any(not bool(torch.isfinite(size)) for size in self._sizes)
-        return not (is_broken if self._in_node is None else self._in_node(is_broken))
+        overflows = not all(bool(torch.isfinite(size)) for size in self._sizes)
+        return not (overflows if self._in_node is None else self._in_node(overflows))
 
     def _drop(self) -> None:
         """The gradients of the last backward are gone, and no step has used them."""

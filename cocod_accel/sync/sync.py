@@ -107,6 +107,7 @@ class Sync:
         # The second stage of an average begins in passing. Twice a step would be too seldom for rounds of one step.
         has_places = _has_stages(algorithm, channels) and subject.engine is None
         places = places_in_backward(subject.trainable) if has_places else []
+        self._counter: AttemptCounter | EngineCounter
         if isinstance(subject.shards, ZeroShards):
             self._counter = EngineCounter(subject.engine, subject.shards, self._watcher, self._driver.method.poll)
         else:
@@ -153,7 +154,7 @@ class Sync:
     def mean_state_dict(self) -> dict[str, Any]:
         """The mean model's ``state_dict()``, in the host's memory: what to save or to export. Collective, as averaged().
 
-        A model that is sharded over a node is whole there; see :func:`~cocod_accel.export_model` for a large one.
+        Of a model that is sharded over a node, the whole one; for a large model see ``export_model``.
         """
         shards = self.subject.shards
         with self.averaged():

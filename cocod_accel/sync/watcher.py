@@ -72,7 +72,10 @@ class LoopWatcher:
 
     def _check_belongings(self) -> None:
         """Before a round ends without what was added meanwhile."""
-        problem = self._belongings.problem()
+        problem, shards = self._belongings.problem(), self._subject.shards
+        if problem is not None and shards is not None:
+            shards.refresh()  # gathered parameters may stand in the place of shards
+            problem = self._belongings.problem()
         if problem is not None:
             self._places.leave(problem)
             raise RuntimeError(problem)
