@@ -61,7 +61,7 @@ def test_before_the_first_evaluation_nothing_is_promised(tmp_path: Path) -> None
     assert (now.left_seconds, now.accuracy, now.num_steps) == (None, None, None)
     text = "\n".join(lines(now))
     assert "time left  known after the first evaluation" in text
-    assert "waiting times: known after the first epoch" in text
+    assert "each worker's waiting: known after the first epoch" in text
     cut(folder, 0)
     assert "epoch 1 of 2, step 0" in "\n".join(lines(snapshot(read_parts(folder), [])))
 

@@ -63,4 +63,6 @@ def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple
         )
     chosen = "cocod" if known.get("cocod", 0.0) >= (1 - _AS_GOOD) * known[fastest] else fastest
     gain = f", {known[chosen] / ssgd:.2f} times S-SGD" if ssgd else ""
-    return chosen, f"fastest to S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected)"
+    tied = [name for name in known if name not in (chosen, "ssgd") and known[name] >= (1 - _AS_GOOD) * known[chosen]]
+    ties = "".join(f"; {name} is as good ({known[name]:.2f}x)" for name in tied)
+    return chosen, f"fastest to S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected){ties}"

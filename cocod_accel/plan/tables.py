@@ -98,4 +98,5 @@ def scaling_of(expected: Sequence[Expected]) -> Scaling:
         for name, speedup in row.speedups.items():
             if speedup is not None:
                 series[name].append((row.num_workers, speedup))
-    return Scaling("one worker alone", {name: found for name, found in series.items() if found}, 1)
+    ideal = {row.num_workers: row.linear for row in expected}
+    return Scaling("one worker alone", {name: found for name, found in series.items() if found}, 1, ideal)
