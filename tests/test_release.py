@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import cocod_accel
@@ -147,8 +148,7 @@ def test_commands_of_the_workflow_are_ours() -> None:
     workflow = OmegaConf.to_container(OmegaConf.create((ROOT / ".github/workflows/ci.yml").read_text()))
     assert isinstance(workflow, dict)
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    versions = OmegaConf.to_container(OmegaConf.create((ROOT / ".github/workflows/torch.yml").read_text()), resolve=False)
-    assert isinstance(versions, dict)
+    versions = yaml.safe_load((ROOT / ".github/workflows/torch.yml").read_text())
     (job,) = versions["jobs"].values()
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}: " in makefile for target in job["strategy"]["matrix"]["target"])

@@ -25,6 +25,7 @@ first = 0 if resumed is None else resumed.position["epoch"]
 
 for epoch in range(first, num_epochs):
     model.train()
+    loader.set_epoch(epoch)
     for inputs, labels in loader:
         loss = nn.functional.cross_entropy(model(inputs), labels)
         accelerator.backward(loss)
