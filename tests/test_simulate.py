@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cocod_accel import cli
 from tests.test_learning import DEFAULT
 from tests.test_trainer import command
 
@@ -45,3 +46,16 @@ def test_a_number_of_steps_does_not_go_with_learning(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "--steps=5: --learn trains whole epochs" in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("cluster", "waits"), [("office_1gbe", True), ("paper", False)])
+def test_whoever_waits_most_of_the_time_is_pointed_to_the_plan(
+    cluster: str, waits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"configs/cluster/{cluster}.yaml", "configs/homogeneous_16gpu.yaml", "algorithm.period=5"]
+    name = "ssgd" if waits else "cocod"
+    assert cli.main(["simulate", *given, "--algorithms", name, "--steps", "60", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    line = f"with {name} a worker waits for most of the time; what to train with: cocod plan {' '.join(given[1:])} "
+    assert (f"{line}--cluster {given[0]}\n" in said) == waits
+    assert waits or "waits for most" not in said

@@ -4,6 +4,7 @@ import sys
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -11,7 +12,9 @@ from cocod_accel import Checkpoints, CoCoDSGD, attach  # cocod
 from examples.loops.common import digest, network, points
 
 folder, num_epochs = sys.argv[1], int(sys.argv[2])
-accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+set_seed(0)
+shuffling = DataLoaderConfiguration(use_seedable_sampler=True)  # so that a resumed run shuffles like one that never stopped
+accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, dataloader_config=shuffling)
 loader = DataLoader(points(512), batch_size=16, shuffle=True, drop_last=True)
 test_loader = DataLoader(points(250, seed=1), batch_size=50)
 model = network()
