@@ -15,7 +15,11 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from cocod_accel.extras import require
+
+require("transformers", "transformers", "cocod_accel.hf")
 
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
@@ -36,12 +40,15 @@ logger = logging.getLogger(__name__)
 class CoCoDCallback(TrainerCallback):
     """Attaches an algorithm when training begins, and gives every worker the mean model when it ends.
 
+    The trainer's logs get four more figures: ``comm_exposed_seconds``, ``comm_hidden_seconds``, ``drift`` and ``rounds``.
+    After training ``callback.sync`` is still there to be asked: ``stats()``, ``plan()``.
+
     Evaluation during training sees the averaged model, and so does whoever reads the model of a checkpoint. Each
     worker's own state lies beside it, and ``trainer.train(resume_from_checkpoint=...)`` goes on bit for bit.
 
     Args:
         trainer: the trainer this is added to.
-        period: steps a round of ``CoCoDSGD``.
+        period: steps a round of ``CoCoDSGD``, or "auto".
         algorithm: another algorithm, instead of ``period``.
         weight, inner: as for :func:`~cocod_accel.attach`.
     """
@@ -49,7 +56,7 @@ class CoCoDCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        period: PeriodLike | None = None,
+        period: PeriodLike | Literal["auto"] | None = None,
         *,
         algorithm: Algorithm | None = None,
         weight: float = 1,
@@ -62,8 +69,10 @@ class CoCoDCallback(TrainerCallback):
         if not self._algorithm.same_period:
             raise ValueError(f"{self._algorithm!r}: Trainer gives every worker the same number of steps; use LocalSGD")
         self._trainer, self._weight, self._inner = trainer, weight, inner
-        #: What ``attach`` returned; None before and after training.
+        #: What ``attach`` returned; None before training. Detached after it.
         self.sync: Sync | None = None
+        #: The same while it is attached.
+        self._attached: Sync | None = None
         self._resume_from: Path | None = None
         self._settle(trainer)
         for name, around in (
@@ -71,6 +80,7 @@ class CoCoDCallback(TrainerCallback):
             ("evaluate", self._evaluate),
             ("predict", self._evaluate),
             ("save_model", self._save_model),
+            ("log", self._log),
         ):
             setattr(trainer, name, _around(getattr(trainer, name), around))
 
@@ -79,14 +89,15 @@ class CoCoDCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         assert self._algorithm is not None
         trainer = self._trainer
-        if self.sync is not None:  # auto_find_batch_size begins anew after an error
-            self.sync.__exit__(RuntimeError, None, None)
-        self.sync = attach(trainer.model_wrapped, trainer.optimizer, self._algorithm, weight=self._weight, inner=self._inner)
+        if self._attached is not None:  # auto_find_batch_size begins anew after an error
+            self._attached.__exit__(RuntimeError, None, None)
+        sync = attach(trainer.model_wrapped, trainer.optimizer, self._algorithm, weight=self._weight, inner=self._inner)
+        self.sync = self._attached = sync
         if self._resume_from is not None:
-            self._go_on(self.sync, self._resume_from)
+            self._go_on(sync, self._resume_from)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        sync, self.sync = self.sync, None
+        sync, self._attached = self._attached, None
         if sync is None:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -108,28 +119,36 @@ class CoCoDCallback(TrainerCallback):
         try:
             return call(resume_from_checkpoint, *args, **named)
         except BaseException:
-            if self.sync is not None:
-                self.sync.__exit__(*sys.exc_info())  # nothing may wait for workers that are elsewhere
-                self.sync = None
+            if self._attached is not None:
+                self._attached.__exit__(*sys.exc_info())  # nothing may wait for workers that are elsewhere
+                self._attached = None
             raise
 
     def _evaluate(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if self.sync is None or self.sync.is_averaged:  # with several data sets, evaluate calls itself
+        if self._attached is None or self._attached.is_averaged:  # with several data sets, evaluate calls itself
             return call(*args, **named)
-        with self.sync.averaged():
+        with self._attached.averaged():
             return call(*args, **named)
 
     def _save_model(
         self, call: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False, *args: Any, **named: Any
     ) -> Any:
-        if self.sync is None or not _internal_call or output_dir is None:
+        if self._attached is None or not _internal_call or output_dir is None:
             return call(output_dir, _internal_call, *args, **named)
         if not self._trainer.args.save_only_model:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            self._checkpoints(self.sync, output_dir).write_worker(output_dir)
+            self._checkpoints(self._attached, output_dir).write_worker(output_dir)
         # Entering takes all workers, so everyone's state is there before the trainer writes what makes a checkpoint of it.
-        with self.sync.averaged():
+        with self._attached.averaged():
             return call(output_dir, _internal_call, *args, **named)
+
+    def _log(self, call: Callable[..., Any], logs: dict[str, float], *args: Any, **named: Any) -> Any:
+        """What synchronizing has cost so far, beside each loss; before other callbacks hear of it."""
+        if self._attached is not None and "loss" in logs:
+            stats = self._attached.stats()
+            logs["comm_exposed_seconds"], logs["comm_hidden_seconds"] = stats.exposed_seconds, stats.hidden_seconds
+            logs["drift"], logs["rounds"] = stats.drift, stats.rounds
+        return call(logs, *args, **named)
 
     # ---- details
 

@@ -64,7 +64,7 @@ def gathered(rank: int) -> tuple[list[Any], list[int], int]:
         gather(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.accelerator, "device_index", lambda index: moved(now, index))
+        patch.setattr(torch.accelerator, "device_index", lambda index: moved(now, index), raising=False)
         patch.setattr(dist, "all_gather_object", all_gather_object)
         reports = exchange_reports(rank, dist.group.WORLD, torch.device("cuda", rank))
     return reports, seen, now[0]

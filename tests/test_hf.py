@@ -70,7 +70,10 @@ def train_with_callback(rank: int, folder: str, resumes: bool, settings: dict[st
     callback = CoCoDCallback(trainer, period=3) if algorithm is None else CoCoDCallback(trainer, algorithm=algorithm)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resumes)
-    assert callback.sync is None
+    assert callback.sync is not None
+    assert callback.sync.stats().rounds == callback.sync.attempts // 3 if algorithm is None else 4
+    with pytest.raises(RuntimeError, match="after detach"):
+        callback.sync.finish()
     return loops.snapshot(trainer.model), trainer.state.log_history, trainer.args.average_tokens_across_devices
 
 
@@ -111,6 +114,9 @@ def test_the_final_model_is_that_of_a_loop_written_by_hand(tmp_path: Path) -> No
     trained = run_workers(2, train_with_callback, str(tmp_path), False, {"dropout": 0.0}, seconds=110)
     expected = run_workers(2, by_hand, str(tmp_path), seconds=110)
     assert [rounds for _, rounds in expected] == [4, 4]
+    logged = [row for row in trained[0][1] if "loss" in row]
+    assert [row["rounds"] for row in logged] == [1, 3]  # after 5 and 10 steps
+    assert all(row["drift"] > 0 and row["comm_hidden_seconds"] >= 0 <= row["comm_exposed_seconds"] for row in logged)
     start = loops.snapshot(make_model(0.0))
     for (found, _, averages_tokens), (wanted, _) in zip(trained, expected, strict=True):
         assert averages_tokens is False

@@ -100,12 +100,10 @@ BAD: list[tuple[str, list[str], dict[str, str], str]] = [
     ("deepspeed_hostfile.sh", [CONFIG], {"HOSTFILE": "LICENSE"}, "LICENSE: holds no line such as 'node1 slots=4'"),
     ("deepspeed_hostfile.sh", [CONFIG], {**HOSTS, "DEEPSPEED_CONFIG": "no.json"}, "no.json: no such file"),
     ("deepspeed_hostfile.sh", [CONFIG], {**HOSTS, "NODE_RANK": "0"}, "MASTER_ADDR is not set; the address of the first"),
-    ("kubernetes/submit.sh", [], PODS, "nothing: is no kind of job; say pytorchjob or trainjob"),
-    ("kubernetes/submit.sh", ["job", CONFIG], PODS, "job: is no kind of job; say pytorchjob or trainjob"),
-    ("kubernetes/submit.sh", ["trainjob"], PODS, "no configuration; give YAML files and key=value"),
-    ("kubernetes/submit.sh", ["trainjob", CONFIG], {}, "IMAGE is not set"),
-    ("kubernetes/submit.sh", ["trainjob", CONFIG], {**PODS, "CLAIM": ""}, "CLAIM is not set"),
-    ("kubernetes/submit.sh", ["trainjob", CONFIG], {**PODS, "NNODES": "1"}, "NNODES=1: must be a whole number of at least"),
+    ("kubernetes/submit.sh", [], PODS, "no configuration; give YAML files and key=value"),
+    ("kubernetes/submit.sh", [CONFIG], {}, "IMAGE is not set"),
+    ("kubernetes/submit.sh", [CONFIG], {**PODS, "CLAIM": ""}, "CLAIM is not set"),
+    ("kubernetes/submit.sh", [CONFIG], {**PODS, "NNODES": "1"}, "NNODES=1: must be a whole number of at least"),
 ]  # fmt: skip
 
 
@@ -160,116 +158,27 @@ def test_slurm_is_told_of_requeue_and_of_a_warning_in_time(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ Kubernetes
 
 
-def manifest(kind: str, *arguments: str) -> list[Any]:
-    done = launch("kubernetes/submit.sh", kind, *arguments, DRY_RUN="1", **PODS)
+def manifest(*arguments: str, **variables: str) -> list[Any]:
+    done = launch("kubernetes/submit.sh", *arguments, DRY_RUN="1", **{**PODS, **variables})
     assert done.returncode == 0, done.stderr
     assert "${" not in done.stdout
     return [OmegaConf.to_container(OmegaConf.create(text)) for text in done.stdout.split("\n---\n")]
 
 
-#: What we know of the two kinds' shapes: every field they may have where we use some. No API server has seen them.
-POD = {
-    "terminationGracePeriodSeconds": int,
-    "containers": [
-        {
-            "name": str, "image": str, "workingDir": str, "command": [str], "args": [str],
-            "env": [{"name": str, "value": str}], "resources": {"limits": {"nvidia.com/gpu": int}},
-            "volumeMounts": [{"name": str, "mountPath": str}],
-        }
-    ],
-    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
-}  # fmt: skip
-HEAD: dict[str, Any] = {"apiVersion": str, "kind": str, "metadata": {"name": str}}
-REPLICAS = {"replicas": int, "restartPolicy": str, "template": {"spec": POD}}
-SHAPES: dict[str, Any] = {
-    "kubeflow.org/v1 PyTorchJob": {
-        **HEAD,
-        "spec": {
-            "nprocPerNode": str,
-            "runPolicy": {"backoffLimit": int, "cleanPodPolicy": str},
-            "pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS},
-        },
-    },
-    "trainer.kubeflow.org/v1alpha1 TrainingRuntime": {
-        **HEAD,
-        "spec": {
-            "mlPolicy": {"numNodes": int, "torch": {"numProcPerNode": int}},
-            "template": {
-                "spec": {
-                    "failurePolicy": {"maxRestarts": int},
-                    "replicatedJobs": [
-                        {
-                            "name": str,
-                            "template": {
-                                "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": str}},
-                                "spec": {"backoffLimit": int, "template": {"spec": POD}},
-                            },
-                        }
-                    ],
-                }
-            },
-        },
-    },
-    "trainer.kubeflow.org/v1alpha1 TrainJob": {
-        **HEAD,
-        "spec": {
-            "runtimeRef": {"apiGroup": str, "kind": str, "name": str},
-            "trainer": {
-                "numNodes": int, "command": [str], "args": [str], "env": [{"name": str, "value": str}],
-                "resourcesPerNode": {"limits": {"nvidia.com/gpu": int}},
-            },
-        },
-    },
-}  # fmt: skip
-
-
-def misfits(value: Any, shape: Any, where: str) -> list[str]:
-    if isinstance(shape, type):
-        return [] if type(value) is shape else [f"{where}: {value!r} is no {shape.__name__}"]
-    if isinstance(shape, list):
-        entries = value if isinstance(value, list) and value else [None]
-        return [line for i, entry in enumerate(entries) for line in misfits(entry, shape[0], f"{where}[{i}]")]
-    if not isinstance(value, dict):
-        return [f"{where}: {value!r} holds no keys"]
-    unknown = [f"{where}.{key}: unknown" for key in value.keys() - shape.keys()]
-    known = value.keys() & shape.keys()
-    return unknown + [line for key in known for line in misfits(value[key], shape[key], f"{where}.{key}")]
-
-
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
-def test_manifests_have_the_shape_of_their_kind(kind: str) -> None:
+def test_an_indexed_job_and_the_service_that_names_its_pods() -> None:
+    """Its schema is checked in tests/test_integrations.py."""
     arguments = [CONFIG, "algorithm.period=[[0, 1], [1, 5]]", 'name=a "b" \\c & d']
-    documents = manifest(kind, *arguments)
-    for document in documents:
-        name = f"{document['apiVersion']} {document['kind']}"
-        assert misfits(document, SHAPES[name], document["kind"]) == []
-    if kind == "pytorchjob":
-        ((job,), spec) = (documents, documents[0]["spec"])
-        replicas = spec["pytorchReplicaSpecs"]
-        assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"], spec["nprocPerNode"]) == (1, 3, "2")
-        assert replicas["Master"]["template"] == replicas["Worker"]["template"]
-        (container,) = replicas["Worker"]["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch", "the operator looks for this one"
-        assert container["image"] == "my/image:1"
-    else:
-        runtime, job = documents
-        assert job["spec"]["runtimeRef"] == {
-            "apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"],
-        }  # fmt: skip
-        assert runtime["spec"]["mlPolicy"] == {"numNodes": 4, "torch": {"numProcPerNode": 2}}
-        container = job["spec"]["trainer"]
+    service, job = manifest(*arguments)
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"] == service["spec"]["selector"]["job-name"]
+    (container,) = spec["template"]["spec"]["containers"]
     assert container["args"] == arguments
-    assert container["command"] == ["torchrun", "--shutdown_timeout", "120", "-m", "cocod_accel.train"]
-
-
-def test_a_misfit_is_found() -> None:
-    (job,) = manifest("pytorchjob", CONFIG)
-    job["spec"]["nprocPerNode"] = 2
-    job["spec"]["runPolicy"]["backofLimit"] = 1
-    found = misfits(job, SHAPES["kubeflow.org/v1 PyTorchJob"], "PyTorchJob")
-    assert sorted(found) == [
-        "PyTorchJob.spec.nprocPerNode: 2 is no str", "PyTorchJob.spec.runPolicy.backofLimit: unknown",
-    ]  # fmt: skip
+    assert container["command"] == shlex.split(
+        "torchrun --nnodes=4 --node_rank=$(JOB_COMPLETION_INDEX) --nproc_per_node=2 --master_addr=cocod-0.cocod "
+        "--master_port=29500 --shutdown_timeout=120 -m cocod_accel.train"
+    )
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
 
 
 # ------------------------------------------------------------------------- Slurm, its commands played by short scripts

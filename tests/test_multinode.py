@@ -74,14 +74,17 @@ def deepspeed(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
 
 
 def pods(lab: Lab, arguments: list[str]) -> list[subprocess.Popen[Any]]:
-    """What the containers of a PyTorchJob run, with the variables that its operator sets."""
-    (job,) = manifest("pytorchjob", *arguments)
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    line = [*container["command"], *container["args"]]
+    """What the containers of the indexed Job run, with what the cluster puts into their lines."""
+    _, job = manifest(*arguments, NNODES="2", NPROC_PER_NODE="1")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+
+    def line(node: int) -> list[str]:
+        words = [*container["command"], *container["args"]]
+        first = lab.address(0)
+        return [word.replace("$(JOB_COMPLETION_INDEX)", str(node)).replace("cocod-0.cocod", first) for word in words]
+
     common = {entry["name"]: entry["value"] for entry in container["env"]}
-    common |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": lab.address(0), "PET_MASTER_PORT": "23456"}
-    common |= {"MASTER_ADDR": lab.address(0), "MASTER_PORT": "23456", "WORLD_SIZE": "2"}
-    return on_both(lab, [line, line], [{**common, "PET_NODE_RANK": str(node), "RANK": str(node)} for node in (0, 1)])
+    return on_both(lab, [line(0), line(1)], [common, common])
 
 
 @dataclass(frozen=True)

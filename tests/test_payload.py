@@ -422,7 +422,9 @@ class Mixed(nn.Module):
         self.wide, self.norm = nn.Linear(6, 7).double(), nn.BatchNorm1d(7).double()
         self.out = nn.Linear(7, 3)
         self.shift = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        self.turn = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j]))
+        # gloo of torch 2.7 and 2.8 cannot broadcast a complex one, so DDP cannot be made.
+        is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
+        self.turn = nn.Parameter(torch.tensor([1.0, 2.0, 0.5] if is_old else [1 + 1j, 2 - 1j, 0.5j]))
         self.last = nn.Linear(3, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:

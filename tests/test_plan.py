@@ -249,6 +249,37 @@ def test_the_fastest_algorithm_unless_nothing_is_gained(
     assert why in reason
 
 
+def test_algorithms_that_are_as_good_are_named() -> None:
+    _, reason = best_algorithm(speedups(ssgd=4.0, pipe=6.0, local=7.8, cocod=7.9), 8)
+    assert reason.endswith("; local is as good (7.80x)")
+
+
+def pair(speed: float, jitter: float) -> Cluster:
+    return Cluster(workers=[WorkerGroup(count=2, jitter=jitter), WorkerGroup(count=2, speed=speed, jitter=jitter)])
+
+
+@pytest.mark.parametrize(
+    ("speed", "jitter", "uneven"), [(1.04, 0.0, False), (1.1, 0.0, True), (1.1, 0.12, False), (2.0, 0.3, True)]
+)
+def test_speeds_that_differ_by_less_than_their_jitter_are_equal(speed: float, jitter: float, uneven: bool) -> None:
+    assert is_uneven(pair(speed, jitter)) == uneven
+    advice = advise(pair(speed, jitter), TASK, [4])
+    assert advice.proportional == uneven
+    found = Findings(
+        devices=["cpu", "cpu"], batch=32, step_seconds=[0.1, 0.1 / speed], fixed_seconds=[0.0, 0.0],
+        jitters=[jitter, jitter], transfers=[(1e5, 0.01), (1e6, 0.05)], interference=0.0, what="two cores",
+    )  # fmt: skip
+    assert len(as_cluster(found, "here").workers) == 1 + uneven
+
+
+def test_linear_is_the_same_in_the_figure_and_in_the_table() -> None:
+    """Of a mixed cluster: the sum of speeds."""
+    expected = [Expected(n, "k=1", {"ssgd": 0.5 * n, "cocod": 0.9 * n}, 1.5 * n) for n in (1, 2, 4)]
+    axes = draw_expected(scaling_of(expected))["expected_speedup"].axes[0]
+    (line,) = [line for line in axes.get_lines() if line.get_label() == "linear"]
+    assert list(line.get_ydata()) == [row.linear for row in expected]
+
+
 def test_the_counts_of_workers_that_are_looked_at() -> None:
     assert worker_counts(2) == [1, 2, 4, 8, 16, 32, 64]
     assert worker_counts(3) == [1, 2, 3, 4, 8, 16, 32, 64]
@@ -283,7 +314,9 @@ def test_less_is_sent_before_it_is_sent_less_often() -> None:
     assert advised(1) == ("ternary", 6)
     advice = advise(slow_link(20), TASK, [2])
     [why] = [why for what, _, why in advice.reasons if what == "payload"]
-    assert why == "the longest code that hides in one step; fp32 needs 5, bf16 needs 3, int8 needs 2"
+    assert why.startswith("the longest code that hides in one step; fp32 needs 5, bf16 needs 3, int8 needs 2; ")
+    ssgd = next(c for c in advice.candidates if c.algorithm == "ssgd")
+    assert why.endswith(f" MB a step, where S-SGD sends {ssgd.step_bytes / 1e6:.3f}")
     [why] = [why for what, _, why in advise(slow_link(1), TASK, [2]).reasons if what == "payload"]
     assert why.startswith("the shortest code: none hides in one step; fp32 needs 88, ")
 

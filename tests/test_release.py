@@ -9,12 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import cocod_accel
@@ -22,7 +24,7 @@ from cocod_accel.report import read_summary
 from tests.test_trainer import BIN, ROOT, TINY
 
 VERSION = cocod_accel.__version__
-LEFT_OUT = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "dist")
+LEFT_OUT = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "dist")
 #: What runs leave behind in the checkout; rooms of the package have the same names.
 LEFT_AT_TOP = {"runs", "data", "wandb", "site", "report"}
 
@@ -146,7 +148,34 @@ def test_commands_of_the_workflow_are_ours() -> None:
     workflow = OmegaConf.to_container(OmegaConf.create((ROOT / ".github/workflows/ci.yml").read_text()))
     assert isinstance(workflow, dict)
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    versions = yaml.safe_load((ROOT / ".github/workflows/torch.yml").read_text())
+    (job,) = versions["jobs"].values()
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"\n{target}: " in makefile for target in job["strategy"]["matrix"]["target"])
     assert "bash .ci/run" in commands
     assert (ROOT / ".ci/run").is_file()
     assert any("python -m build" in command for command in commands)
     assert (BIN / "cocod").is_file()
+
+
+def test_the_oldest_versions_are_those_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(re.findall(r"^(torch|accelerate)>=([\d.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
+    recipe = re.search(r"^\.venv-oldest/\.ready: WHAT := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    tested = dict(re.findall(r"(torch|accelerate)==([\d.]+)", recipe[1]))
+    assert {name: version.removesuffix(".0") for name, version in tested.items()} == floors
+    page = (ROOT / "docs/installing.md").read_text()
+    assert all(f"{name} {version}" in page for name, version in tested.items())
+
+
+def test_extras_cover_what_the_base_leaves_out() -> None:
+    """The base is small, and every extra that the code names is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}  # type: ignore[index]
+    assert names == {"accelerate", "omegaconf", "safetensors", "torch", "tqdm"}
+    named = set()
+    for path in (ROOT / "cocod_accel").rglob("*.py"):
+        named |= set(re.findall(r"""(?:missing|require)\("[\w_]+", "(\w+)\"""", path.read_text()))
+        named |= set(re.findall(r"""install_command\(['"](\w+)['"]\)""", path.read_text()))
+    assert {"vision", "report", "transformers", "lightning", "deepspeed"} <= named <= set(project["optional-dependencies"])

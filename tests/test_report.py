@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cocod_accel import cli
 from cocod_accel.report.curves import interpolated, mean_points, points, scaling
+from cocod_accel.report.figures import draw_figures
 from cocod_accel.report.groups import Comparison, compare, compared, grouped, labels
 from cocod_accel.report.tables import cells, markdown, results_csv, runs_csv, terminal, verdicts
 from cocod_accel.report.trace import trace
@@ -71,7 +72,7 @@ def test_time_to_target_speedup_and_spread_are_those_computed_by_hand(fixture: P
         "hidden s": "0.5",
     }  # fmt: skip
     assert verdicts(comparison) == [
-        "cocod reaches 80% first, after 5.0 ±1.0 s: 3.00 times as fast as ssgd",
+        "cocod reaches 80% first, after 5.0 ±1.0 s: 3.00 times as fast as ssgd; final accuracy 80.00%, ssgd's 84.00 ±1.00%",
         "waiting for communication: 1% of its training time, 10% of ssgd's",
     ]
 
@@ -437,3 +438,12 @@ def test_a_run_without_spans_has_no_trace(tmp_path: Path, capsys: pytest.Capture
         file.unlink()
     assert cli.main(["trace", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("error: run: has no spans; logging.spans=true records them")
+
+
+def test_ticks_of_accuracy_say_what_they_are(fixture: Path) -> None:
+    """72.5 % is not 73 %."""
+    axes = draw_figures(comparison_of(fixture, 0.8), None, {})["accuracy_over_time"].axes[0]
+    axes.set_yticks([0.7, 0.725, 0.75])
+    axes.set_ylim(0.7, 0.75)
+    labels = [axes.yaxis.get_major_formatter()(value) for value in (0.7, 0.725, 0.75)]
+    assert [float(label.rstrip("%")) for label in labels] == pytest.approx([70.0, 72.5, 75.0])

@@ -123,3 +123,16 @@ def test_a_mistake_on_many_workers_is_one_short_line(tmp_path: Path, capsys: pyt
         with contextlib.suppress(SystemExit):
             assert cli.main(["simulate", str(tmp_path / "big.yaml"), *TASK, *given]) == 2
         assert max(map(len, capsys.readouterr().err.splitlines())) < 1000, given
+
+
+@pytest.mark.parametrize(("cluster", "waits"), [("office_1gbe", True), ("paper", False)])
+def test_whoever_waits_most_of_the_time_is_pointed_to_the_plan(
+    cluster: str, waits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"configs/cluster/{cluster}.yaml", "configs/homogeneous_16gpu.yaml", "algorithm.period=5"]
+    name = "ssgd" if waits else "cocod"
+    assert cli.main(["simulate", *given, "--algorithms", name, "--steps", "60", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    line = f"with {name} a worker waits for most of the time; what to train with: cocod plan {' '.join(given[1:])} "
+    assert (f"{line}--cluster {given[0]}\n" in said) == waits
+    assert waits or "waits for most" not in said

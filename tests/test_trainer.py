@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -426,3 +427,18 @@ def test_list_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in listed
     assert cli.main(["doctor"]) == 0
     assert "accelerate launch --config_file" in capsys.readouterr().out
+
+
+def test_without_a_terminal_the_first_epoch_is_not_silent(tmp_path: Path) -> None:
+    """Every ten seconds, that is; here after every row."""
+    arguments = ["configs/quickstart.yaml", *TINY, "cluster.num_workers=1", "logging.trackers=[]", f"output={tmp_path}"]
+    code = f"""
+import cocod_accel.trainer.recorder as recorder, cocod_accel.train as train
+recorder._QUIET_SECONDS = -1.0
+train.main({arguments!r})
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    first = next(iter(done.stdout.splitlines()), done.stderr)
+    assert re.fullmatch(r"epoch   1/2  step 5 of \d+  loss \d+\.\d{4}  \d+ samples/s", first)

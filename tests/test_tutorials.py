@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
 import re
@@ -32,6 +33,8 @@ PAGES = [
 ]
 #: A minute or more each: ``make test`` only checks their commands, and ``make test-slow`` follows them.
 SLOW_PAGES = tuple(f"docs/tutorials/{page}.md" for page in ("choose_period", "compare", "mixed_gpus", "sharded"))
+#: Followed where the package is there: make test-integrations.
+NEEDS = {"docs/tutorials/lightning.md": "lightning"}
 #: What one block may take, on a machine that is busy with other things.
 BLOCK_SECONDS, PAGE_SECONDS = 180, 500
 #: Set up or test everything: that make knows how is enough here.
@@ -294,6 +297,8 @@ def check_run(module: str, arguments: list[str], num_processes: int) -> Config:
     "page", [pytest.param(page, marks=pytest.mark.slow) if page in SLOW_PAGES else page for page in PAGES]
 )
 def test_a_page_does_what_it_says(page: str, follow: Callable[[str], Follower]) -> None:
+    if importlib.util.find_spec(NEEDS.get(page, "torch")) is None:
+        pytest.skip(f"{NEEDS[page]} is not installed")
     follow(page)
 
 

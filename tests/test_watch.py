@@ -61,7 +61,7 @@ def test_before_the_first_evaluation_nothing_is_promised(tmp_path: Path) -> None
     assert (now.left_seconds, now.accuracy, now.num_steps) == (None, None, None)
     text = "\n".join(lines(now))
     assert "time left  known after the first evaluation" in text
-    assert "waiting times: known after the first epoch" in text
+    assert "each worker's waiting: known after the first epoch" in text
     cut(folder, 0)
     assert "epoch 1 of 2, step 0" in "\n".join(lines(snapshot(read_parts(folder), [])))
 
@@ -110,6 +110,28 @@ def test_what_does_not_run_is_one_line(
     out, err = capsys.readouterr()
     assert (err if code == 2 else out).startswith(line.format(tmp_path))
     assert len((out + err).splitlines()) == 1
+
+
+def test_it_waits_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    ready = write_run(tmp_path / "elsewhere", "run", [0.5, 0.8])
+    folder, out = tmp_path / "run", io.StringIO()
+    later = threading.Timer(0.3, lambda: ready.rename(folder))
+    later.start()
+    assert watch(folder, out, once=False, every_seconds=0.05) == 0
+    later.join()
+    first, *_, last = out.getvalue().splitlines()
+    assert first == f"{folder}: not there yet; waiting for a run to begin (Ctrl-C ends this)"
+    assert "run: finished" in last
+
+
+def test_waiting_follows_the_rows(tmp_path: Path) -> None:
+    """Spans, and so each worker's waiting, come once an epoch."""
+    folder = write_run(tmp_path, "run", finished=False)
+    row = {"kind": "train", "step": 7, "epoch": 1, "loss": 0.5, "train_seconds": 4.0, "comm_exposed_seconds": 1.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    text = "\n".join(lines(snapshot(read_parts(folder), [])))
+    assert "waiting    1.0 s for communication (25% of training), worker 0" in text
 
 
 def test_it_refreshes_in_place_and_ends_with_the_run(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from cocod_accel.comm.shutdown import rest
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What is not imported here, every worker imports anew: half a second of a core for the modules of the trainer and pytest.
 _PRELOAD = [
@@ -92,6 +94,7 @@ def _main(
     outcome = _call(rank, num_workers, store, function, args)
     pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: by default tensors would travel as shared memory of this process
     if outcome.error is None and dist.is_initialized():
+        rest()
         dist.destroy_process_group()
 
 
@@ -132,6 +135,7 @@ def _clean_up(environment: dict[str, str]) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        rest()
         dist.destroy_process_group()
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState

@@ -53,7 +53,7 @@ API = {
 #: What a loop calls of a class whose other methods are there for the trainer.
 CALLS = {
     "Sync": (
-        *("averaged", "finish", "reweight", "stats", "state_dict", "load_state_dict", "detach"),
+        *("averaged", "finish", "reweight", "stats", "plan", "state_dict", "load_state_dict", "detach"),
         *("rank", "num_workers", "weight", "attempts", "is_round_start"),
     ),
     "Checkpoints": ("save", "resume", "all"),
@@ -228,6 +228,8 @@ def api_reference() -> str:
         parts += [_described(Module.read(places[name]), name, "cocod_accel") for name in names]
     parts.append("## Hugging Face Trainer\n")
     parts.append(_described(Module.read("hf"), "CoCoDCallback", "cocod_accel.hf"))
+    parts.append("## Lightning\n")
+    parts.append(_described(Module.read("lightning"), "CoCoDCallback", "cocod_accel.lightning"))
     return "\n".join(parts)
 
 

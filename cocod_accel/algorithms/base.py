@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -38,6 +38,7 @@ from cocod_accel.averaging.codecs import check_payload
 from cocod_accel.averaging.replica import Replica
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.rules import Outer, Rule, check_outer
+from cocod_accel.theory.hiding import AUTO
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,20 @@ class Algorithm:
 
     def __init__(
         self,
-        period: PeriodLike,
+        period: PeriodLike | Literal["auto"],
         *,
         payload: str = "fp32",
         fragments: int = 1,
         outer: Outer | None = None,
         optimizer_state: str = "keep",
     ) -> None:
-        self.period = Period.parse(period)
+        #: Whether the period is chosen from measured times; until then rounds are as short as they can be.
+        self.auto_period = isinstance(period, str) and period == AUTO
+        if self.auto_period and not self.same_period:
+            raise ValueError(f'period="auto" is not for {type(self).__name__}, which takes one per worker; use LocalSGD')
+        is_count = isinstance(fragments, int) and not isinstance(fragments, bool)
+        least = max(1, fragments) if is_count else 1
+        self.period = Period.parse(least if period == AUTO else period)
         self._check_choice("optimizer_state", optimizer_state, self.optimizer_policies)
         self.optimizer_state = optimizer_state
         #: How parameters, or gradients, are written on the wire.
@@ -102,7 +109,12 @@ class Algorithm:
 
     def __repr__(self) -> str:
         stated = "".join(f", {name}={value!r}" for name, value in self.stated_options().items())
-        return f"{type(self).__name__}(period={self.period}{stated})"
+        return f"{type(self).__name__}(period={self.stated_period}{stated})"
+
+    @property
+    def stated_period(self) -> str:
+        """The period in words, as it was asked for."""
+        return AUTO if self.auto_period else str(self.period)
 
     def stated_options(self) -> dict[str, Any]:
         """The options that are not at their defaults."""

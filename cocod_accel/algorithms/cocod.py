@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from cocod_accel.algorithms.base import Algorithm
-from cocod_accel.algorithms.rounds import PeriodLike, check_delay
+from cocod_accel.algorithms.rounds import Period, PeriodLike, check_delay
 from cocod_accel.averaging.rules import Outer, check_own_share
 
 
@@ -18,6 +18,7 @@ class CoCoDSGD(Algorithm):
         x_{t+k}^i <- x_{t+k}^i + (mean_t - x_t^i)
 
     and the next round starts at once. With equal starting points the first mean is known and is not sent.
+    ``period="auto"``: the shortest that hides an average, measured in the first steps (``sync.plan()`` says why).
 
     ``delay=d``: the mean is merged after d steps instead of k, so that workers drift apart for d + k steps instead of 2 k.
     ``payload``: a shorter code than fp32 (:mod:`cocod_accel.averaging.codecs`). ``fragments=P``: the parameters are cut
@@ -30,7 +31,7 @@ class CoCoDSGD(Algorithm):
 
     def __init__(
         self,
-        period: PeriodLike,
+        period: PeriodLike | Literal["auto"],
         *,
         delay: int | None = None,
         payload: str = "fp32",
@@ -40,6 +41,8 @@ class CoCoDSGD(Algorithm):
         optimizer_state: str = "keep",
     ) -> None:
         super().__init__(period, payload=payload, fragments=fragments, outer=outer, optimizer_state=optimizer_state)
+        if self.auto_period and isinstance(delay, int) and delay >= 1:  # rounds are at least as long
+            self.period = Period.parse(max(int(delay), self.period.at(0)))
         self.delay = check_delay(delay, self.period)
         self.own_share = check_own_share(own_share)
 

@@ -152,8 +152,9 @@ _SYNC = record(
         "averages": optional(_AVERAGES),
         "traffic": each(_TRAFFIC),
         "nodes": each(each(count)),
+        "plan": optional(record({"period": count, "reason": word, "compute_seconds": number, "comm_seconds": number})),
     },
-    optional_keys=("due",),
+    optional_keys=("due", "plan"),
 )
 _TREE = record(
     {

@@ -6,11 +6,13 @@ import argparse
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from cocod_accel.config.strict import ConfigError, found, printable
+from cocod_accel.extras import missing
 
 if TYPE_CHECKING:
     from cocod_accel.config.settings import Config
@@ -37,6 +39,14 @@ def add_accelerate_config(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="accelerate configuration to use instead of this machine's default, e.g. one with DeepSpeed",
     )
+
+
+def say_without_figures() -> bool:
+    """Whether figures cannot be drawn here, which is then said."""
+    absent = missing("matplotlib", "report")
+    if absent is not None:
+        print(f"no figures: {absent}", file=sys.stderr)
+    return absent is not None
 
 
 def check_at_least(option: str, value: int | None, least: int) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cocod_accel.cli.common import Commands
+from cocod_accel.cli.common import Commands, say_without_figures
 from cocod_accel.config.strict import printable, printable_lines
 
 
@@ -38,4 +38,5 @@ def run(options: argparse.Namespace) -> int:
     else:
         written = write_all(comparison, options.out)
         print(f"{len(written)} files in {options.out}; open {options.out / 'report.html'}")
+        say_without_figures()
     return 0

@@ -12,6 +12,7 @@ from cocod_accel.cli.common import (
     add_configs,
     add_workers,
     check_at_least,
+    say_without_figures,
     start_workers,
 )
 from cocod_accel.config.strict import ConfigError, printable_lines
@@ -35,7 +36,6 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> int:
     from cocod_accel.plan.recommend import advise
     from cocod_accel.plan.tables import report, scaling_of
-    from cocod_accel.report.figures import draw_expected, save_figures
     from cocod_accel.simulator.cluster import load_cluster
 
     check_at_least("--workers", options.workers, 1)
@@ -49,9 +49,12 @@ def run(options: argparse.Namespace) -> int:
         cluster = cluster.resized(options.workers)
     advice = advise(cluster, options.configs)
     print(printable_lines(report(cluster, advice, options.configs)))
-    options.out.mkdir(parents=True, exist_ok=True)
-    figures = save_figures(draw_expected(scaling_of(advice.expected)), options.out)
-    print(f"\nfigure: {', '.join(map(str, figures))}")
+    if not say_without_figures():
+        from cocod_accel.report.figures import draw_expected, save_figures
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        figures = save_figures(draw_expected(scaling_of(advice.expected)), options.out)
+        print(f"\nfigure: {', '.join(map(str, figures))}")
     if options.cluster is None:
         again = shlex.join(["cocod", "plan", *options.configs, "--cluster", str(path)])
         print(f"measured: {path}; to plan from it again: {again}")

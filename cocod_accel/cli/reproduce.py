@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cocod_accel import extras
 from cocod_accel.cli.common import Commands, add_configs, check_at_least
 from cocod_accel.config.strict import ConfigError
 
@@ -56,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--rows={file}: no such file; give the rows.jsonl of an earlier run")
     if options.scale == "full":
         return _full(grid, overrides, out, dry_run=options.dry_run)
+    absent = extras.missing("matplotlib", "report")
+    if absent is not None and not options.dry_run:
+        raise ConfigError(f"reproduce draws figures: {absent}")
     files = [*options.rows, out / "rows.jsonl"]
     rows = read_rows(files)
     todo = [] if options.only_tables else missing(grid, rows, overrides)

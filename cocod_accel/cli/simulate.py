@@ -66,6 +66,11 @@ def run(options: argparse.Namespace) -> int:
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
             folders.append(write(done, Learning(config, on_step=bar.update).rows()))
     print(printable_lines(report(cluster, runs)))
+    waiting = [done.config.algorithm.name for done in runs if done.exposed_share > 0.5]
+    if waiting:
+        resized = [] if options.workers is None else ["--workers", str(options.workers)]
+        plan = shlex.join(["cocod", "plan", *options.configs, "--cluster", options.cluster, *resized])
+        print(printable(f"with {', '.join(waiting)} a worker waits for most of the time; what to train with: {plan}"))
     for line in skipped:
         print(f"skipped: {printable(line)}", file=sys.stderr)
     print(printable(f"run folders: cocod compare {shlex.join(map(str, folders))}"))

@@ -92,7 +92,9 @@ def current(device: torch.device) -> Iterator[None]:
     if not runs_ahead(device) or device.type == "cpu":
         yield
         return
-    with torch.accelerator.device_index(device.index):  # unlike setting it twice, this makes no context on the one before
+    # Torch 2.7 has only the second.
+    switch = getattr(torch.accelerator, "device_index", None) or torch.get_device_module(device).device
+    with switch(device.index):  # unlike setting it twice, this makes no context on the one before
         yield
 
 

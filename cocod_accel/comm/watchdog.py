@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -219,7 +220,20 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
-    return store.clone()
+    return store.clone() if hasattr(store, "clone") else _reopened(store)
+
+
+def _reopened(store: Any) -> Any:
+    """A clone, for torch 2.7, which has none and does not tell a store's prefix: one is agreed on in the store itself."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+    prefix = store.compare_set("cocod_accel/prefix", "", uuid.uuid4().hex).decode()
+    opened = store._underlying_non_prefix_store
+    if isinstance(opened, TCPStore):
+        opened = TCPStore(opened.host, opened.port, is_master=False, wait_for_workers=False)
+    elif isinstance(opened, FileStore):
+        opened = FileStore(opened.path)  # type: ignore[attr-defined]
+    return PrefixStore(prefix, opened)
 
 
 def store_of(group: Any) -> Any:

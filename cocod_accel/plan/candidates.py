@@ -9,7 +9,7 @@ from cocod_accel.config.strict import ConfigError
 from cocod_accel.theory.hiding import Choice
 
 #: What others must gain over S-SGD, and over CoCoD-SGD, to be recommended instead.
-_WORTH_IT, _AS_GOOD = 0.05, 0.02
+_WORTH_IT, AS_GOOD = 0.05, 0.02
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def soonest(candidates: Sequence[Candidate], hiding: Choice, least: int) -> Cand
         return None
     fastest = max(candidates, key=lambda candidate: candidate.speedup)
     hides = next((c for c in candidates if Choice(c.payload, c.period, c.delay) == hiding), None)
-    if hides is not None and (hiding.period <= least or hides.speedup >= (1 - _AS_GOOD) * fastest.speedup):
+    if hides is not None and (hiding.period <= least or hides.speedup >= (1 - AS_GOOD) * fastest.speedup):
         return hides
     return fastest
 
@@ -61,6 +61,8 @@ def best_algorithm(speedups: dict[str, float | None], num_workers: int) -> tuple
             f"S-SGD is as good ({ssgd:.2f}x one worker, {fastest} {known[fastest]:.2f}x; expected), and its gradients are "
             "exact"
         )
-    chosen = "cocod" if known.get("cocod", 0.0) >= (1 - _AS_GOOD) * known[fastest] else fastest
+    chosen = "cocod" if known.get("cocod", 0.0) >= (1 - AS_GOOD) * known[fastest] else fastest
     gain = f", {known[chosen] / ssgd:.2f} times S-SGD" if ssgd else ""
-    return chosen, f"fastest to S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected)"
+    tied = [name for name in known if name not in (chosen, "ssgd") and known[name] >= (1 - AS_GOOD) * known[chosen]]
+    ties = "".join(f"; {name} is as good ({known[name]:.2f}x)" for name in tied)
+    return chosen, f"fastest to S-SGD's accuracy: {known[chosen]:.2f}x one worker{gain} (expected){ties}"

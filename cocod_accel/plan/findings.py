@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 
 from cocod_accel.simulator.cluster import Cluster, Network, WorkerGroup, validate
 
-#: Workers next to each other whose steps differ by less are alike.
+#: Workers next to each other whose steps differ by less, or by less than their jitter, are alike.
 ALIKE = 0.05
+
+
+def alike(first: float, other: float, *jitters: float) -> bool:
+    """Whether two speeds, or two step times, are equal as far as can be told."""
+    return max(first, other) <= (1 + max(ALIKE, *jitters)) * min(first, other)
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,9 @@ def as_cluster(found: Findings, name: str) -> Cluster:
 def _groups(found: Findings) -> list[list[int]]:
     groups: list[list[int]] = []
     for rank, (device, seconds) in enumerate(zip(found.devices, found.step_seconds, strict=True)):
-        first = groups[-1][0] if groups else None
-        if first is not None and device == found.devices[first] and abs(seconds / found.step_seconds[first] - 1) <= ALIKE:
+        first = groups[-1][0] if groups else rank
+        is_like_it = alike(found.step_seconds[first], seconds, found.jitters[first], found.jitters[rank])
+        if groups and device == found.devices[first] and is_like_it:
             groups[-1].append(rank)
         else:
             groups.append([rank])

@@ -17,7 +17,7 @@ from cocod_accel.config.loading import load_config, merged_config
 from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.plan.candidates import Candidate, best_algorithm, soonest
-from cocod_accel.plan.findings import ALIKE
+from cocod_accel.plan.findings import ALIKE, alike
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.simulate import configured, expected_times, simulate
@@ -126,6 +126,9 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     advice.reasons.append(("algorithm", algorithm, why))
     if algorithm == "cocod":
         why_code = planner.why_payload(cluster, choice) if taken.payload == choice.payload else "the soonest of those below"
+        ssgd = next((c for c in candidates if c.algorithm == "ssgd"), None)
+        if ssgd is not None:
+            why_code += f"; {taken.step_bytes / 1e6:.3f} MB a step, where S-SGD sends {ssgd.step_bytes / 1e6:.3f}"
         advice.reasons.append(("payload", taken.payload, why_code))
     if not kind.reduces_gradients:
         advice.reasons.append(("period", str(taken.period), _why_period(advice.times, taken, planner.fragments)))
@@ -358,9 +361,10 @@ def _value(value: object) -> str:
 
 
 def is_uneven(cluster: Cluster) -> bool:
-    """Whether proportional sampling is worth it."""
-    speeds = cluster.speeds()
-    return max(speeds) > (1 + ALIKE) * min(speeds)
+    """Whether proportional sampling is worth it: speeds differ by more than 5%, and by more than their jitter."""
+    by_speed = sorted(cluster.workers, key=lambda group: group.speed)
+    slowest, fastest = by_speed[0], by_speed[-1]
+    return not alike(slowest.speed, fastest.speed, slowest.jitter, fastest.jitter)
 
 
 def _num_steps(config: Config) -> int:
@@ -390,6 +394,10 @@ def _why_batches(cluster: Cluster, config: Config) -> str:
         return f"proportional to speeds, which differ by {max(cluster.speeds()) / min(cluster.speeds()) - 1:.0%}"
     if is_uneven(cluster):
         return f"equal: {config.algorithm.name} gives faster workers more steps instead"
+    speeds = cluster.speeds()
+    if max(speeds) > (1 + ALIKE) * min(speeds):
+        jitter = max(group.jitter for group in cluster.workers)
+        return f"equal: speeds differ by {max(speeds) / min(speeds) - 1:.0%}, less than their jitter of {jitter:.0%}"
     return f"equal: speeds differ by less than {ALIKE:.0%}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cocod_accel.algorithms import ALGORITHMS
 from cocod_accel.config.algorithms import algorithm_class
+from cocod_accel.plan.candidates import AS_GOOD, Candidate
 from cocod_accel.plan.recommend import Advice, Expected
 from cocod_accel.report.curves import Scaling
 from cocod_accel.runs.tables import aligned
@@ -63,6 +64,11 @@ def _cluster_tables(cluster: Cluster) -> list[str]:
 
 def _candidates_table(advice: Advice) -> str:
     ssgd = next((c for c in advice.candidates if c.algorithm == "ssgd"), None)
+    taken = [c.speedup for c in advice.candidates if advice.is_taken(c)]
+
+    def is_as_good(candidate: Candidate) -> bool:
+        return any(candidate.speedup >= (1 - AS_GOOD) * speedup for speedup in taken)
+
     rows = [["algorithm", "payload", "period", "delay", "ms/step", "MB/step", "steps", "time", ""]]
     for candidate in advice.candidates:
         kind = algorithm_class(candidate.algorithm)
@@ -77,7 +83,7 @@ def _candidates_table(advice: Advice) -> str:
                 f"{candidate.step_bytes / 1e6:.3f}",
                 f"{candidate.steps_needed:.2f}",
                 time,
-                "recommended" if advice.is_taken(candidate) else "",
+                "recommended" if advice.is_taken(candidate) else "as good" if is_as_good(candidate) else "",
             ]
         )
     return aligned(rows)
@@ -98,4 +104,5 @@ def scaling_of(expected: Sequence[Expected]) -> Scaling:
         for name, speedup in row.speedups.items():
             if speedup is not None:
                 series[name].append((row.num_workers, speedup))
-    return Scaling("one worker alone", {name: found for name, found in series.items() if found}, 1)
+    ideal = {row.num_workers: row.linear for row in expected}
+    return Scaling("one worker alone", {name: found for name, found in series.items() if found}, 1, ideal)

@@ -127,6 +127,13 @@ class Scaling:
     #: Series by name: (workers, speedup).
     series: Mapping[str, Sequence[tuple[int, float]]]
     num_reference_workers: int
+    #: What no communication and no waiting would give, where that is not the number of workers.
+    ideal: Mapping[int, float] | None = None
+
+    @property
+    def linear(self) -> list[tuple[int, float]]:
+        counts = sorted({workers for found in self.series.values() for workers, _ in found})
+        return [(n, n / self.num_reference_workers if self.ideal is None else self.ideal[n]) for n in counts]
 
 
 def scaling(groups: Sequence[Group], baseline: str | None = None) -> Scaling | None:

@@ -64,7 +64,9 @@ def draw_expected(expected: Scaling) -> dict[str, Figure]:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         values = [speedup for found in expected.series.values() for _, speedup in found]
-        axes.set_ylim(0.8 * min(values), 1.25 * max(*values, *counts))  # a log axis cannot start at zero
+        axes.set_ylim(
+            0.8 * min(values), 1.25 * max(*values, *(ideal for _, ideal in expected.linear))
+        )  # a log axis cannot start at zero
         axes.set_xticks(counts)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
@@ -112,7 +114,7 @@ def _accuracy(comparison: Comparison) -> Figure:
 
     figure = _panels(comparison, draw, "Test accuracy over training time", "training time (s)", "test accuracy")
     for axes in figure.axes:
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.set_xlim(left=0)
         if comparison.target is not None:
             axes.axhline(comparison.target, color="#555555", linewidth=0.8, linestyle=":")
@@ -189,8 +191,7 @@ def _speedup(scaling: Scaling, title: str = "Time speedup over the number of wor
     figure = Figure(figsize=(7.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     counts = sorted({workers for found in scaling.series.values() for workers, _ in found})
-    ideal = [workers / scaling.num_reference_workers for workers in counts]
-    axes.plot(counts, ideal, color="#999999", linewidth=1, linestyle=":", label="linear")
+    axes.plot(counts, [ideal for _, ideal in scaling.linear], color="#999999", linewidth=1, linestyle=":", label="linear")
     look = styles_of(list(scaling.series))
     for name, found in list(scaling.series.items())[:_MOST_ROWS]:
         axes.plot([n for n, _ in found], [s for _, s in found], label=name, **_line(look[name]))

@@ -162,11 +162,9 @@ def _scaling_data(scaling: Scaling) -> list[dict[str, Any]]:
             "runs": [{"name": label, "shown": True, "speedup": line}],
         }
 
-    counts = sorted({workers for found in scaling.series.values() for workers, _ in found})
-    linear = [(count, count / scaling.num_reference_workers) for count in counts]
     look = styles_of(list(scaling.series))
     measured = [series(name, look[name].colour, look[name].dash, found) for name, found in scaling.series.items()]
-    return [series("linear", "#7f7f7f", (2, 3), linear), *measured]
+    return [series("linear", "#7f7f7f", (2, 3), scaling.linear), *measured]
 
 
 def timeline(label: str, rows: Sequence[Span], most: int = MOST_SPANS) -> dict[str, Any]:

@@ -249,7 +249,8 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     lines = [line]
     if baseline is not None and first.speedup is not None:
         lines = [
-            f"{line}: {first.speedup:.2f} times as fast as {baseline.label}",
+            f"{line}: {first.speedup:.2f} times as fast as {baseline.label}; final accuracy {_final(first)}, "
+            f"{baseline.label}'s {_final(baseline)}",
             f"waiting for communication: {_share(first)} of its training time, {_share(baseline)} of {baseline.label}'s",
         ]
     close = [group.label for group in groups[1:] if _overlaps(first, group)]
@@ -267,6 +268,10 @@ def _speed_verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]
         f"{line}: {first.throughput:.2f} times as many as {baseline.label}",
         f"waiting for communication: {_share(first)} of its training time, {_share(baseline)} of {baseline.label}'s",
     ]
+
+
+def _final(group: Group) -> str:
+    return f"{with_spread(group.stats['final_accuracy'], _two, 100)}%"
 
 
 def _share(group: Group) -> str:

@@ -42,6 +42,8 @@ class Snapshot:
     train_seconds: float | None = None
     #: Each worker's seconds waiting for communication and computing (waits included), as far as written.
     waits: Mapping[int, tuple[float, float]] | None = None
+    #: Seconds that worker 0 has waited for communication, as of its last row.
+    waited: float | None = None
     #: Until training ends, evaluations included.
     left_seconds: float | None = None
     clock: str = "real"
@@ -75,6 +77,9 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
         loss=next((float(row["loss"]) for row in reversed(training) if is_number(row.get("loss"))), None),
         train_seconds=seconds,
         waits=_waits(spans),
+        waited=next(
+            (float(r["comm_exposed_seconds"]) for r in reversed(training) if is_number(r.get("comm_exposed_seconds"))), None
+        ),
         left_seconds=left,
         clock=run.clock,
     )
@@ -112,11 +117,14 @@ def lines(now: Snapshot) -> list[str]:
         f"loss       {'-' if now.loss is None else f'{now.loss:.4f}'}",
         f"training   {'-' if now.train_seconds is None else duration(now.train_seconds)}",
     ]
+    if now.waited is not None:
+        share_of = f" ({now.waited / now.train_seconds:.0%} of training)" if now.train_seconds else ""
+        said.append(f"waiting    {now.waited:.1f} s for communication{share_of}, worker 0")
     for rank, (waited, stepped) in (now.waits or {}).items():
         part = f" ({waited / stepped:.0%} of its steps)" if stepped else ""
         said.append(f"worker {rank:<3d} waited {waited:.1f} s for communication{part}")
     if not now.waits:
-        said.append("waiting times: known after the first epoch")
+        said.append("each worker's waiting: known after the first epoch")
     return said
 
 
@@ -153,6 +161,11 @@ def watch(folder: Path, out: TextIO, once: bool, every_seconds: float = 1.0) -> 
     if not every_seconds > 0:
         raise ValueError(f"--every={every_seconds:g}: must be positive")
     shown = 0
+    if not once and not folder.exists():
+        _replace(out, shown, [f"{folder}: not there yet; waiting for a run to begin (Ctrl-C ends this)"])
+        shown = 1
+        while not (folder / "config.yaml").is_file():
+            time.sleep(every_seconds)
     spans: list[Span] = []
     sizes: list[int] = []
     while True:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cocod_accel.extras import missing
 from cocod_accel.report.curves import scaling
 from cocod_accel.report.groups import Comparison, base_label
 from cocod_accel.report.page import render
@@ -70,9 +71,7 @@ def spans_of(comparison: Comparison) -> tuple[dict[str, list[Span]], list[str]]:
 
 
 def write_all(comparison: Comparison, out: Path) -> list[Path]:
-    """Tables, figures and the page."""
-    from cocod_accel.report.figures import draw_figures, save_figures
-
+    """Tables, the page, and figures if there is a matplotlib to draw them."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,7 +89,11 @@ def write_all(comparison: Comparison, out: Path) -> list[Path]:
     try:
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8")
-        figures = save_figures(draw_figures(comparison, growth, spans), out)
+        figures: list[Path] = []
+        if missing("matplotlib", "report") is None:
+            from cocod_accel.report.figures import draw_figures, save_figures
+
+            figures = save_figures(draw_figures(comparison, growth, spans), out)
     except OSError as error:
         raise ValueError(f"--out={out}: cannot be written ({error.strerror})") from error
     return [*(out / name for name in texts), *figures]

@@ -9,11 +9,14 @@ import torch
 
 from cocod_accel.algorithms.rounds import Period, PeriodLike, check_fragments
 from cocod_accel.averaging.timing import time_payload_coding, time_transfer
+from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.emulated import EmulatedLink, Link
 from cocod_accel.comm.groups import TwoLevelComm
 from cocod_accel.comm.handles import Communicator
 from cocod_accel.comm.traffic import Traffic
+from cocod_accel.sync.auto import AutoPlan, Decision, decide
 from cocod_accel.sync.votes import Votes, Wishes
+from cocod_accel.theory import StepTimes
 
 if TYPE_CHECKING:
     from cocod_accel.sync.sync import Sync
@@ -101,11 +104,27 @@ class Control:
         What is in flight is waited for first, so that the link is free. It is not counted in ``stats()``.
         """
         self._sync._settle("time_transfer()")
+        return self._time_transfer(payload)
+
+    def _time_transfer(self, payload: str | None = None) -> float:
+        """The same where a step has just been counted."""
         self._driver.state(copies=False)
         codec = self._driver.method.payload if payload is None else payload
         replica = self._driver.replica
         extras = replica.extras_unasked(with_buffers=self._driver.method.sends_buffers)
         return time_transfer(replica.parameters, extras, codec, replica.route)
+
+    def auto_plan(self, least: int) -> AutoPlan:
+        """What chooses the period of a loop that leaves it open."""
+        subject = self._sync.subject
+
+        def gather(row: list[float]) -> list[list[float]]:
+            return exchange_reports(row, subject.group, subject.device)
+
+        def decide_here(compute_seconds: float) -> tuple[Decision, StepTimes] | None:
+            return decide(self._time_transfer, self.time_coding, gather, compute_seconds, least)
+
+        return AutoPlan(least, self, decide_here)
 
     def time_coding(self, payload: str | None = None) -> float:
         """Seconds that this worker's main thread takes to code a round's payload; sends nothing. None: its own code."""

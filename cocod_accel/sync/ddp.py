@@ -47,7 +47,7 @@ def refuse_sharded(thing: object, role: str) -> None:
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The user's module and the DDP wrapper around it, if any; ``torch.compile`` may sit on either side of DDP."""
+    """The user's module and the DDP wrapper around it, if any; ``torch.compile`` and Fabric may sit around it."""
     ddp = None
     module = model
     while True:
@@ -62,12 +62,19 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]
             module = module.module  # type: ignore[assignment]
         elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
             module = module._orig_mod  # type: ignore[assignment]
+        elif is_named(module, "_FabricModule"):
+            module = module._forward_module  # type: ignore[assignment]
         else:
             return module, ddp
 
 
+def is_named(thing: object, name: str) -> bool:
+    """Whether this is another package's wrapper; by name, because importing that is expensive."""
+    return any(cls.__name__ == name for cls in type(thing).__mro__)
+
+
 def torch_optimizers(optimizer: object) -> list[Optimizer]:
-    """The torch optimizers behind what the user passed: one or a list, bare or prepared by accelerate."""
+    """The torch optimizers behind what the user passed: one or a list, bare or prepared by accelerate or Fabric."""
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if not given:
         raise ValueError("optimizer=[] is empty; pass the optimizer that trains the model")
@@ -75,8 +82,8 @@ def torch_optimizers(optimizer: object) -> list[Optimizer]:
     for item in given:
         refuse_sharded(item, "the optimizer")
         inner: Any = item
-        while any(cls.__name__ == "AcceleratedOptimizer" for cls in type(inner).__mro__):
-            inner = inner.optimizer  # accelerate's wrapper is an Optimizer, but has no step hooks
+        while is_named(inner, "AcceleratedOptimizer") or is_named(inner, "_FabricOptimizer"):
+            inner = inner.optimizer  # these wrappers are Optimizers, but have no step hooks
         refuse_sharded(inner, "the optimizer")
         if not isinstance(inner, Optimizer):
             raise TypeError(f"optimizer is a {type(item).__name__}; pass a torch.optim.Optimizer or a list of them")

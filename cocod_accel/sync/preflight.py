@@ -221,7 +221,7 @@ class Report:
         return cls(
             weight=float(weight),
             algorithm=algorithm.name,
-            period=str(algorithm.period) if algorithm.same_period else "",
+            period=algorithm.stated_period if algorithm.same_period else "",
             signature=subject.signature,
             trainable_digest=_digest(subject.trainable),
             frozen_digest=_digest(subject.frozen),
@@ -389,7 +389,7 @@ def group_of(model: object) -> Any:
     while isinstance(model, nn.Module):
         if isinstance(model, DistributedDataParallel):
             return model.process_group if dist.get_world_size(model.process_group) > 1 else None
-        model = getattr(model, "_orig_mod", None)
+        model = getattr(model, "_orig_mod", getattr(model, "_forward_module", None))
     return default_group()
 
 

@@ -17,7 +17,9 @@ from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.groups import Channels
+from cocod_accel.comm.shutdown import rest
 from cocod_accel.sync import states
+from cocod_accel.sync.auto import AutoPlan, Plan, given
 from cocod_accel.sync.control import Control
 from cocod_accel.sync.ddp import LocalPhase
 from cocod_accel.sync.driver import Driver
@@ -117,6 +119,9 @@ class Sync:
             )
         #: What only a trainer needs.
         self.control = Control(self)
+        self._auto: AutoPlan | None = None
+        if algorithm.auto_period:
+            self._auto = self._watcher.auto = self.control.auto_plan(self._driver.method.period.at(0))
         self._peers: PeerWatch | None = None
         ATTACHED.add(subject.module)
         if self._inside is not None:
@@ -150,6 +155,8 @@ class Sync:
         with refreshed(self.subject.shards):
             self._driver.finish()
         self.reminder.are_level()
+        if self.num_workers > 1:
+            rest()
 
     def mean_state_dict(self) -> dict[str, Any]:
         """The mean model's ``state_dict()``, in the host's memory: what to save or to export. Collective, as averaged().
@@ -209,6 +216,11 @@ class Sync:
             mean_drift=self._driver.replica.drifts.mean,
         )
 
+    def plan(self) -> Plan:
+        """The period in force, and why: with ``period="auto"``, what was measured. In words: ``print(sync.plan())``."""
+        clock = self._driver.clock
+        return given(clock.period, clock.start) if self._auto is None else self._auto.plan()
+
     def state_dict(self) -> dict[str, Any]:
         """What model and optimizer do not hold, on this worker. Waits for what is in flight; starts no collective."""
         return self._state(copies=True)
@@ -216,7 +228,8 @@ class Sync:
     def _state(self, *, copies: bool) -> dict[str, Any]:
         self._settle("state_dict()")
         traffic = [traffic.counters() for traffic in self.control.traffics]
-        return {"version": states.VERSION, **self._driver.state(copies=copies), "traffic": traffic, "nodes": self.nodes}
+        state = {"version": states.VERSION, **self._driver.state(copies=copies), "traffic": traffic, "nodes": self.nodes}
+        return state if self._auto is None else {**state, "plan": self._auto.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict()`` was taken; the caller loads this worker's model and optimizer."""
@@ -228,6 +241,8 @@ class Sync:
             )
         self._driver.check_state(state)
         self._driver.load_state(state)
+        if self._auto is not None:
+            self._auto.load_state(state.get("plan"))
         # Saved with other nodes: what was sent inside them is forgotten, or begins at zero.
         for traffic, counters in zip(self.control.traffics, state["traffic"], strict=False):
             traffic.restore(counters)
@@ -238,6 +253,8 @@ class Sync:
         if self.is_attached:
             self._driver.replica.route.comm.let_go(_LET_GO_SECONDS)
             self.reminder.of_detaching()
+            if self.num_workers > 1 and sys.exc_info()[0] is None:
+                rest()
         self._remove(f"detach() at step {self.attempts}")
         if self._peers is not None and sys.exc_info()[0] is None:  # else it must still say who made this worker fail
             self._peers.stop()

@@ -6,6 +6,7 @@ from torch.autograd import Variable
 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.comm.device import is_capturing
+from cocod_accel.sync.auto import AutoPlan
 from cocod_accel.sync.belongings import Belongings
 from cocod_accel.sync.ddp import ignored_names, under_no_sync
 from cocod_accel.sync.deepspeed import EngineRouter
@@ -30,6 +31,8 @@ class LoopWatcher:
         self._refusal = driver.method.refuses_scaler
         #: Whether this is inside ``averaged()``.
         self.is_averaged = False
+        #: What chooses the period, if the algorithm leaves it open.
+        self.auto: AutoPlan | None = None
 
     def attempted(self) -> None:
         with refreshed(self._subject.shards):
@@ -38,6 +41,8 @@ class LoopWatcher:
                 self._check_belongings()
                 self._driver.launch(part)
                 self._driver.land(part)
+        if self.auto is not None:
+            self.auto.attempted()
 
     def step_begins(self) -> None:
         if self.is_averaged:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
+from cocod_accel.extras import missing
 from cocod_accel.tasks.cifar import read_cifar_binary, read_cifar_pickle
 
 Batch = tuple[Tensor, Tensor]
@@ -240,6 +241,9 @@ def _missing(config: Config, folder: str, name: str) -> ConfigError:
 
 
 def _download(config: Config, name: str) -> None:
+    absent = missing("torchvision", "vision")
+    if absent is not None:
+        raise ConfigError(f"task.download=true: {absent}")
     import torchvision.datasets
 
     try:

@@ -5,41 +5,14 @@ All workers time the same transfers and share what they found in one small gathe
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from cocod_accel.sync.auto import Decision, Gather, decide
 from cocod_accel.sync.sync import Sync
-from cocod_accel.theory import StepTimes
-from cocod_accel.theory.hiding import choose_period
-
-#: Transfers that are timed for a decision.
-_NUM_TRANSFERS = 3
-
-Gather = Callable[[list[float]], list[list[float]]]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A period, and the times it was chosen from."""
-
-    period: int
-    #: A step of the slowest worker, without the time it was blocked by communication.
-    compute_seconds: float
-    #: One average alone, from when the last worker joined it.
-    comm_seconds: float
-
-    def __str__(self) -> str:
-        compute, comm = 1e3 * self.compute_seconds, 1e3 * self.comm_seconds
-        return f"period {self.period}; a step takes {compute:.1f} ms, an average {comm:.1f} ms"
 
 
 class AutoPeriod:
-    """The periods that have been chosen so far in a run.
-
-    Steps are timed while averages are in flight, so they contain the interference; none is taken off once more.
-    """
+    """The periods that have been chosen so far in a run."""
 
     def __init__(self, sync: Sync, gather: Gather, least: int) -> None:
         self._sync, self._gather, self._least = sync, gather, least
@@ -65,17 +38,12 @@ class AutoPeriod:
 
         ``compute_seconds``: this worker's median step; not a number if it has not taken any. Then nothing is decided.
         """
-        transfers = [self._sync.control.time_transfer() for _ in range(_NUM_TRANSFERS)]
-        rows = self._gather([compute_seconds, *transfers, self._sync.control.time_coding()])
-        if any(math.isnan(row[0]) for row in rows):
+        control = self._sync.control
+        decided = decide(control.time_transfer, control.time_coding, self._gather, compute_seconds, self._least)
+        if decided is None:
             return None
-        # Whoever joined last has seen the transfer alone; the others have waited for that worker, too.
-        alone = [min(row[1 + index] for row in rows) for index in range(_NUM_TRANSFERS)]
-        coding = max(row[-1] for row in rows)
-        times = StepTimes(max(row[0] for row in rows), statistics.median(alone), interference=0.0, coding_seconds=coding)
-        decision = Decision(choose_period(times, least=self._least), times.compute_seconds, times.comm_seconds)
-        self._change_to(decision.period)
-        return decision
+        self._change_to(decided[0].period)
+        return decided[0]
 
     def _change_to(self, period: int) -> None:
         first = self._sync.attempts if self.schedule else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -37,9 +39,23 @@ def launch_command(
     config = config_file or accelerate_config(num_workers, gpu)
     shown = os.path.relpath(config)
     options = ["--config_file", str(config) if shown.startswith("..") else shown, "--num_processes", str(num_workers)]
+    if "main_process_port: 0" in config.read_text().splitlines() and not chooses_port():
+        options += ["--main_process_port", str(_free_port())]
     if max_restarts:
         options += ["--max_restarts", str(max_restarts), "--monitor_interval", "0.5"]
     return ["accelerate", "launch", *options, "-m", module, *arguments]
+
+
+def chooses_port() -> bool:
+    """Whether accelerate takes a free port where it is told port 0; before 1.7 workers would try to reach that one."""
+    major, minor = version("accelerate").split(".")[:2]
+    return (int(major), int(minor)) >= (1, 7)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def threads_of_each(num_workers: int) -> int:

@@ -24,9 +24,11 @@ from accelerate.utils.dataclasses import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import cocod_accel
+from cocod_accel.comm.shutdown import rest
 from cocod_accel.comm.watchdog import end_after, is_gone
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, found
+from cocod_accel.extras import install_command
 from cocod_accel.sync.deepspeed import check_settings, prepare_for_cpu
 from cocod_accel.trainer.launch import TRAINER, _local_workers, launch_command, threads_of_each
 from cocod_accel.trainer.sharded import deepspeed_settings, stage_of
@@ -123,6 +125,11 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never leave it
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, complains otherwise
         torch.set_num_threads(threads_of_each(local_workers))
+    if os.environ.get("MASTER_PORT") == "0" and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise ConfigError(
+            "main_process_port=0: this accelerate does not choose a free port (1.7 and later do); add "
+            "--main_process_port 29500 to accelerate launch"
+        )
     _connect_after_restart("gloo" if on_cpu else "nccl")
     if uses_deepspeed() or stage_of(config.cluster.shard):
         accelerator = _deepspeed_accelerator(config, on_cpu)
@@ -136,6 +143,7 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
     if dist.is_initialized():
         accelerator.wait_for_everyone()
         accelerator.free_memory()
+        rest()
         dist.destroy_process_group()
 
 
@@ -159,7 +167,7 @@ def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(stage)) if stage else None
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=handlers, deepspeed_plugin=plugin)
     except (ImportError, ValueError) as error:
-        hint = "; pip install '.[deepspeed]' in the checkout" if isinstance(error, ImportError) else ""
+        hint = f"; {install_command('deepspeed')}" if isinstance(error, ImportError) else ""
         raise ConfigError(f"DeepSpeed: {' '.join(str(error).split())}{hint}") from error
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     is_on = {key: settings.get(key, {}).get("enabled") is True for key in ("fp16", "bf16")}

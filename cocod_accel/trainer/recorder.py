@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,13 @@ from tqdm import tqdm
 
 from cocod_accel.comm.device import Moment
 from cocod_accel.runs.folder import RunFolder
-from cocod_accel.trainer.auto_period import Decision
+from cocod_accel.sync.auto import Decision
 from cocod_accel.trainer.export import model_digest
 from cocod_accel.trainer.trackers import Trackers
 from cocod_accel.trainer.worker import Worker
+
+#: Without a terminal, and so without a bar, nothing is said for no longer than this, as far as steps are logged.
+_QUIET_SECONDS = 10.0
 
 
 class Recorder:
@@ -33,6 +37,7 @@ class Recorder:
         #: (step, name, start, end); a device comes to its own later.
         self._spans: list[tuple[int, str, Moment, Moment]] = []
         self._bar: Any = None
+        self._said = time.monotonic()
 
     # ---- the terminal
 
@@ -50,6 +55,7 @@ class Recorder:
             if self._bar is not None:
                 self._bar.clear()
             print(f"{line}{self._note}", flush=True)
+            self._said = time.monotonic()
 
     # ---- rows
 
@@ -77,6 +83,9 @@ class Recorder:
         share = row["comm_exposed_seconds"] / row["train_seconds"]
         speed = f"{row['samples_per_second']:.0f} samples/s"
         self._bar.set_description(f"epoch {row['epoch']} loss {row['loss']:.3f} {speed} {share:.0%} waiting", False)
+        if self._bar.disable and time.monotonic() - self._said > _QUIET_SECONDS:
+            steps = f"step {worker.step} of {sum(worker.work.steps)}"
+            self.say(f"epoch {row['epoch']:3d}/{self.config.schedule.epochs}  {steps}  loss {row['loss']:.4f}  {speed}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if not self.worker.is_main:

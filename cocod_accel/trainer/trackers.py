@@ -14,6 +14,7 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from cocod_accel.config.loading import flattened
 from cocod_accel.config.settings import Config
+from cocod_accel.extras import missing
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class Trackers:
             if name == "wandb" and "disabled" in (config.logging.wandb_mode, os.environ.get("WANDB_MODE")):
                 continue  # importing it takes two seconds
             try:
+                absent = missing(name, name)
+                if absent is not None:
+                    raise ModuleNotFoundError(absent)
                 self._trackers.append(_make(name, config, folder))
             except Exception as error:
                 _warn(name, error)

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Pods of Kubeflow: IMAGE=my/image:1 NNODES=4 NPROC_PER_NODE=4 CLAIM=runs launch/kubernetes/submit.sh pytorchjob A.yaml [key=value ...]
-# "pytorchjob" is for the Training Operator (v1), "trainjob" for Kubeflow Trainer (v2).
+# Pods of an indexed Job: IMAGE=my/image:1 NNODES=4 NPROC_PER_NODE=4 CLAIM=runs launch/kubernetes/submit.sh A.yaml [key=value ...]
 #   IMAGE           a container image with this package in it
 #   NNODES          how many pods
 #   NPROC_PER_NODE  workers, and GPUs, of each
@@ -14,9 +13,6 @@ here=$(dirname "${BASH_SOURCE[0]}")
 # shellcheck source=launch/common.sh
 source "$here/../common.sh"
 
-manifest=$here/${1:-}.yaml
-[ -n "${1:-}" ] && [ -f "$manifest" ] || fail "${1:-nothing}: is no kind of job; say pytorchjob or trainjob, then YAML files and key=value"
-shift
 [ $# -gt 0 ] || fail "no configuration; give YAML files and key=value, e.g. configs/homogeneous_16gpu.yaml"
 [ -n "${IMAGE:-}" ] || fail "IMAGE is not set; a container image with this package in it"
 [ -n "${CLAIM:-}" ] || fail "CLAIM is not set; a PersistentVolumeClaim that all pods can write to"
@@ -29,9 +25,9 @@ for argument in "$@"; do
     ARGUMENTS+="${ARGUMENTS:+, }\"${argument//\"/\\\"}\""
 done
 # shellcheck disable=SC2034  # by name, below
-JOB=${JOB:-cocod} IFNAME=${IFNAME:-eth0} OTHERS=$((NNODES - 1))
-text=$(<"$manifest")
-for name in ARGUMENTS CLAIM IFNAME IMAGE JOB NNODES NPROC_PER_NODE OTHERS; do
+JOB=${JOB:-cocod} IFNAME=${IFNAME:-eth0}
+text=$(<"$here/job.yaml")
+for name in ARGUMENTS CLAIM IFNAME IMAGE JOB NNODES NPROC_PER_NODE; do
     text=${text//"\${$name}"/"${!name}"}
 done
 if [ "${DRY_RUN:-0}" = 1 ]; then
