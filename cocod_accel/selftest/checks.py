@@ -287,7 +287,9 @@ def resumed(place: Place) -> Finding:
 def overlap(place: Place) -> Finding:
     """Whether a transfer lies beside computing."""
     found = measure_overlap(place.device, place.rank, place.num_workers, place.folder / "trace.json")
-    return Finding(found.text, found.hidden_share >= 0.5, values=found.values)
+    # Others may use the CPUs, and workers that wait for each other hide less.
+    least = 0.2 if place.device.type == "cpu" else 0.5
+    return Finding(found.text, found.hidden_share >= least, values={**found.values, "least_hidden_share": least})
 
 
 def killed(place: Place) -> Finding:
