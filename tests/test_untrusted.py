@@ -123,7 +123,7 @@ SOURCES = ["cocod_accel", "benchmarks", "examples", "tools", "launch"]
 
 def imported(tree: ast.Module) -> dict[str, str]:
     """What names stand for, by ``import x as y`` and ``from x import y``."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.asname: alias.name for alias in node.names if alias.asname}

@@ -18,11 +18,13 @@ def check_weight(weight: object) -> float:
     """A worker's weight M_i as a positive finite float."""
     if isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(f"weight={weight!r} is not a number; pass this worker's batch size, e.g. weight=32")
-    if not 1 / _LARGEST <= weight <= _LARGEST:  # not with nan either
-        is_long = isinstance(weight, int) and weight.bit_length() > 400
-        shown = f"a number of {weight.bit_length()} bits" if is_long else repr(weight)
-        raise ValueError(f"weight={shown} is not positive and finite; pass this worker's batch size, e.g. weight=32")
-    return float(weight)
+    try:
+        value = float(weight)
+    except OverflowError:
+        value, weight = math.inf, "10**308 or more"
+    if not 1 / _LARGEST <= value <= _LARGEST:  # not with nan either
+        raise ValueError(f"weight={weight} is not positive and finite; pass this worker's batch size, e.g. weight=32")
+    return value
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised
@@ -156,7 +156,8 @@ def is_number(value: object) -> bool:
 
 def _note_record(records: list[tuple[float, float]], evaluation: Mapping[str, Any]) -> None:
     """Keep an evaluation that is better than all before it."""
-    accuracy, seconds = evaluation.get("accuracy"), evaluation.get("train_seconds")
+    accuracy: Any = evaluation.get("accuracy")
+    seconds: Any = evaluation.get("train_seconds")
     if is_number(accuracy) and is_number(seconds) and (not records or accuracy > records[-1][0]):
         records.append((float(accuracy), float(seconds)))
 
@@ -221,7 +222,7 @@ def read_run(folder: Path, most_rows: int = MOST_ROWS) -> Run:
                 num_broken += 1
                 continue
             kept = {sys.intern(key): value for key, value in row.items() if key in _KEPT}
-            kind = kept.get("kind") if kept.get("kind") in ("train", "eval") else ""
+            kind = str(kept.get("kind")) if kept.get("kind") in ("train", "eval") else ""
             kinds[kind].add(number, kept)
             if kind == "eval":
                 _note_record(records, kept)
@@ -382,7 +383,7 @@ def _read_config(folder: Path) -> dict[str, str]:
 def _check_yaml(text: str) -> None:
     """Refuse what takes exponentially long to read, or endlessly deep: no run writes it."""
     depth = 0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it refers to parts of itself")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

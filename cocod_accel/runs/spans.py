@@ -85,7 +85,8 @@ def _is_span(row: Mapping[str, Any]) -> bool:
     """Whether a row is what a worker may have written."""
     if row.get("name") not in NAMES or not all(is_number(row.get(key)) for key in ("rank", "step", "start", "end")):
         return False
-    return 0 <= row["rank"] < _MOST_RANKS and 0 <= row["step"] < _MOST_STEPS and 0 <= row["start"] <= row["end"] < _LATEST
+    rank, step, start, end = (float(row[key]) for key in ("rank", "step", "start", "end"))
+    return 0 <= rank < _MOST_RANKS and 0 <= step < _MOST_STEPS and 0 <= start <= end < _LATEST
 
 
 def shares(spans: Sequence[Span]) -> list[Shares]:

@@ -148,8 +148,8 @@ def check_position(saved: Any, epochs: int) -> None:
         "shuffle": schema.word,
         "own": own,
     }
-    known = [entry.name for entry in fields(Position)]
-    schema.record(rules, optional_keys=known)(saved, "position")
+    known = {entry.name for entry in fields(Position)} - {"epoch", "step", "shuffle", "first_batches", "all_steps"}
+    schema.record(rules, optional_keys=list(known))(saved, "position")
     batches, steps, moved = saved["first_batches"], saved["all_steps"], saved.get("moved_batches")
     if min(batches, default=0) < 1 or min(steps, default=0) < 1 or len(batches) != len(steps):
         raise ValueError("position.first_batches and all_steps are not those of its workers")
@@ -158,8 +158,8 @@ def check_position(saved: Any, epochs: int) -> None:
     for name in ("paces", "fixed"):
         if saved.get(name) is not None and len(saved[name]) != len(batches):
             raise ValueError(f"position.{name} are not those of its workers")
-    if saved.get("epoch", 0) > epochs or saved.get("index", 0) > max(steps):
-        raise ValueError(f"position is after the end: epoch {saved.get('epoch')}, step {saved.get('index')} in it")
+    if saved["epoch"] > epochs or saved.get("index", 0) > max(steps):
+        raise ValueError(f"position is after the end: epoch {saved['epoch']}, step {saved.get('index')} in it")
     if saved.get("periods") is not None:
         Period.parse(saved["periods"])
 
