@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

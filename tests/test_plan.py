@@ -277,7 +277,8 @@ def test_linear_is_the_same_in_the_figure_and_in_the_table() -> None:
     expected = [Expected(n, "k=1", {"ssgd": 0.5 * n, "cocod": 0.9 * n}, 1.5 * n) for n in (1, 2, 4)]
     axes = draw_expected(scaling_of(expected))["expected_speedup"].axes[0]
     (line,) = [line for line in axes.get_lines() if line.get_label() == "linear"]
-    assert list(line.get_ydata()) == [row.linear for row in expected]
+    drawn: Any = line.get_ydata()
+    assert list(drawn) == [row.linear for row in expected]
 
 
 def test_the_counts_of_workers_that_are_looked_at() -> None:

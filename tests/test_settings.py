@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 

@@ -119,7 +119,8 @@ def start(rank: int, num_workers: int) -> Any:
     prepare_for_cpu()
     import deepspeed
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    engine: Any = deepspeed
+    engine.init_distributed(dist_backend="gloo", verbose=False)
     return deepspeed
 
 
@@ -147,9 +148,10 @@ def make_engine(deepspeed: Any, mpu: Any, case: Case) -> Any:
 
 def kept(engine: Any) -> list[Tensor]:
     """The node's float32 parameters; collective inside the node."""
-    from deepspeed.utils import safe_get_full_fp32_param
+    import deepspeed.utils
 
-    return [safe_get_full_fp32_param(p).detach().clone() for p in engine.module.parameters()]
+    tools: Any = deepspeed.utils
+    return [tools.safe_get_full_fp32_param(p).detach().clone() for p in engine.module.parameters()]
 
 
 def used(deepspeed: Any, engine: Any) -> list[Tensor]:
@@ -199,9 +201,10 @@ def train(deepspeed: Any, rank: int, mpu: Any, case: Case) -> Any:
 
 def train_all(rank: int, cases: dict[str, Case]) -> Any:
     deepspeed = start(rank, 4)
-    from deepspeed.accelerator import get_accelerator
+    import deepspeed.accelerator as accelerators
 
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    devices: Any = accelerators
+    type(devices.get_accelerator()).is_fp16_supported = lambda self: True
     mpu = node_mpu(2)
     found = {name: train(deepspeed, rank, mpu, case) for name, case in cases.items()}
     for stage in (1, 2, 3):
@@ -259,8 +262,8 @@ def test_engines_equal_the_serial_reference(name: str) -> None:
                 torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6)
         if case.algorithm != "asynlocal":
             w = reference.shares([case.weight(node) for node in range(2)])
-            for ours, *theirs in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
-                torch.testing.assert_close(ours.double(), w[0] * theirs[0] + w[1] * theirs[1], rtol=0, atol=2e-6)
+            for ours, one, other in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
+                torch.testing.assert_close(ours.double(), w[0] * one + w[1] * other, rtol=0, atol=2e-6)
         assert all(torch.equal(a, b) for a, b in zip(final, results()[0][name][1], strict=True))
 
 
@@ -285,7 +288,7 @@ def one_node(rank: int) -> Any:
     """Twice the same training: alone, and as the only node."""
     deepspeed = start(rank, 2)
     mpu = node_mpu(2)
-    found = []
+    found: list[Any] = []
     for stage in (1, 2, 3):
         for algorithm in (None, CoCoDSGD(2), LocalSGD(2)):
             case = Case(stage, bf16=True)
@@ -320,7 +323,8 @@ STAGES = {
 
 def saved(rank: int, folder: str, num_workers: int, steps: int, dies_at: int | None = None) -> Any:
     deepspeed = start(rank, num_workers)
-    mpu, found = node_mpu(2), []
+    mpu = node_mpu(2)
+    found: list[Any] = []
     for stage, case in STAGES.items():
         engine = make_engine(deepspeed, mpu, case)
         algorithm = CoCoDSGD(3, payload="int8", fragments=2, delay=2)

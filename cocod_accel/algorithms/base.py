@@ -92,7 +92,7 @@ class Algorithm:
             raise ValueError(f'period="auto" is not for {type(self).__name__}, which takes one per worker; use LocalSGD')
         is_count = isinstance(fragments, int) and not isinstance(fragments, bool)
         least = max(1, fragments) if is_count else 1
-        self.period = Period.parse(least if period == AUTO else period)
+        self.period = Period.parse(least if period == "auto" else period)
         self._check_choice("optimizer_state", optimizer_state, self.optimizer_policies)
         self.optimizer_state = optimizer_state
         #: How parameters, or gradients, are written on the wire.

@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised

@@ -20,7 +20,7 @@ def node_parallelism(workers_per_node: int) -> Any:
     """
     from accelerate.parallelism_config import ParallelismConfig
 
-    class NodeParallelism(ParallelismConfig):  # type: ignore[misc]
+    class NodeParallelism(ParallelismConfig):
         """Nodes are dimension ``dp_replicate`` of the mesh, of which FSDP is not told."""
 
         @property
@@ -50,7 +50,7 @@ def zero_inside(mpu: NodeMpu) -> Iterator[None]:
             accumulated = settings.get("gradient_accumulation_steps", 1)
             micro = settings["train_micro_batch_size_per_gpu"]
             settings["train_batch_size"] = micro * accumulated * mpu.get_data_parallel_world_size()
-        return usual(*args, **kwargs, mpu=mpu)
+        return usual(*args, **{**kwargs, "mpu": mpu})
 
     deepspeed.initialize = initialize
     try:
