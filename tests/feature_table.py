@@ -43,8 +43,8 @@ def rows() -> Iterator[Row]:
     refused = dict.fromkeys(("ssgd", "pipe"), _SHARDED)
     yield Row("FSDP2 inside a node", _id(test_fsdp.test_sharded_nodes_equal_the_serial_reference, NAME), refused)
     for stage in (1, 2, 3):
-        test = test_zero.test_engines_equal_the_serial_reference
-        yield Row(f"DeepSpeed ZeRO {stage} inside a node", _id(test, f"zero{stage} {NAME}"), refused)
+        engines = test_zero.test_engines_equal_the_serial_reference
+        yield Row(f"DeepSpeed ZeRO {stage} inside a node", _id(engines, f"zero{stage} {NAME}"), refused)
 
 
 def _id(test: Callable[..., None], case: str) -> str:

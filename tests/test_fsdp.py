@@ -74,13 +74,13 @@ def shard(model: nn.Module, mesh: Any, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def whole(model: nn.Module) -> list[Tensor]:
+def whole(model: Any) -> list[Tensor]:
     """The node's parameters; collective inside the node."""
-    return [p.full_tensor().detach().clone() for p in model.parameters()]  # type: ignore[operator]
+    return [p.full_tensor().detach().clone() for p in model.parameters()]
 
 
-def shards_of(model: nn.Module) -> list[Tensor]:
-    return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[operator]
+def shards_of(model: Any) -> list[Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters()]
 
 
 # ----------------------------------------------------------------------------------------- the numbers
@@ -247,7 +247,8 @@ PAYLOADS = ["fp32", "bf16", "int8", "int4", "ternary", "topk:0.2", "fp32", "fp32
 
 
 def test_combinations_equal_the_serial_reference() -> None:
-    draw, given = random.Random(5), []
+    draw = random.Random(5)
+    given: list[reference_engine.Case] = []
     while len(given) < 16:
         case = replace(drawn_case(draw), payload=PAYLOADS[len(given) % len(PAYLOADS)])
         weights = [1.0] * 2 if case.name == "asynlocal" else case.weights[:2]

@@ -39,7 +39,7 @@ def prepared(rank: int) -> Any:
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
 
-    state.PartialState.__init__ = on_devices
+    state.PartialState.__init__ = on_devices  # type: ignore[method-assign]
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=node_parallelism(2))
     model = loops.make_model(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import signal
@@ -117,8 +118,7 @@ OVERFLOW = 4
 def start(rank: int, num_workers: int) -> Any:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_SIZE=str(num_workers), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     prepare_for_cpu()
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     return deepspeed
 
@@ -147,9 +147,8 @@ def make_engine(deepspeed: Any, mpu: Any, case: Case) -> Any:
 
 def kept(engine: Any) -> list[Tensor]:
     """The node's float32 parameters; collective inside the node."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    return [safe_get_full_fp32_param(p).detach().clone() for p in engine.module.parameters()]
+    utils: Any = importlib.import_module("deepspeed.utils")
+    return [utils.safe_get_full_fp32_param(p).detach().clone() for p in engine.module.parameters()]
 
 
 def used(deepspeed: Any, engine: Any) -> list[Tensor]:
@@ -199,9 +198,8 @@ def train(deepspeed: Any, rank: int, mpu: Any, case: Case) -> Any:
 
 def train_all(rank: int, cases: dict[str, Case]) -> Any:
     deepspeed = start(rank, 4)
-    from deepspeed.accelerator import get_accelerator
-
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    type(accelerator).is_fp16_supported = lambda self: True
     mpu = node_mpu(2)
     found = {name: train(deepspeed, rank, mpu, case) for name, case in cases.items()}
     for stage in (1, 2, 3):
@@ -259,8 +257,8 @@ def test_engines_equal_the_serial_reference(name: str) -> None:
                 torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6)
         if case.algorithm != "asynlocal":
             w = reference.shares([case.weight(node) for node in range(2)])
-            for ours, *theirs in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
-                torch.testing.assert_close(ours.double(), w[0] * theirs[0] + w[1] * theirs[1], rtol=0, atol=2e-6)
+            for ours, first, second in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
+                torch.testing.assert_close(ours.double(), w[0] * first + w[1] * second, rtol=0, atol=2e-6)
         assert all(torch.equal(a, b) for a, b in zip(final, results()[0][name][1], strict=True))
 
 
@@ -320,7 +318,8 @@ STAGES = {
 
 def saved(rank: int, folder: str, num_workers: int, steps: int, dies_at: int | None = None) -> Any:
     deepspeed = start(rank, num_workers)
-    mpu, found = node_mpu(2), []
+    mpu = node_mpu(2)
+    found: list[tuple[Any, ...]] = []
     for stage, case in STAGES.items():
         engine = make_engine(deepspeed, mpu, case)
         algorithm = CoCoDSGD(3, payload="int8", fragments=2, delay=2)

@@ -84,7 +84,7 @@ class Worker:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """From ``.grad`` into buckets: one per dtype and device, because only their order of sums would differ in DDP's."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self.subject.trainable:
             if parameter.grad is not None:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocod_accel.algorithms import Algorithm, Bucket
 from cocod_accel.comm.groups import ChannelKey, Channels
@@ -92,7 +92,7 @@ class EngineRouter:
         self._engine._config.gradient_clipping = self.clipping
 
     @torch.no_grad()
-    def before_step(self, method: Algorithm, parameters: list[nn.Parameter]) -> None:
+    def before_step(self, method: Algorithm, parameters: list[Tensor]) -> None:
         """What the optimizer is to see: reduced gradients, then clipped ones."""
         if method.reduces_gradients and method.replica.route.comm.size > 1:
             reduce_gradients(method, parameters)
@@ -104,9 +104,9 @@ class EngineRouter:
 
 
 @torch.no_grad()
-def reduce_gradients(method: Algorithm, parameters: list[nn.Parameter]) -> None:
+def reduce_gradients(method: Algorithm, parameters: list[Tensor]) -> None:
     """Hand all gradients to an algorithm, and put what it makes of them in their place."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:  # used by another worker perhaps; all must reduce the same
             parameter.grad = torch.zeros_like(parameter)

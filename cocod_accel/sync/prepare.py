@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ def node_parallelism(workers_per_node: int) -> Any:
     """
     from accelerate.parallelism_config import ParallelismConfig
 
-    class NodeParallelism(ParallelismConfig):  # type: ignore[misc]
+    class NodeParallelism(ParallelismConfig):
         """Nodes are dimension ``dp_replicate`` of the mesh, of which FSDP is not told."""
 
         @property
@@ -39,8 +40,7 @@ def node_parallelism(workers_per_node: int) -> Any:
 @contextmanager
 def zero_inside(mpu: NodeMpu) -> Iterator[None]:
     """``accelerator.prepare(model, optimizer)`` stands inside: its DeepSpeed engine shards over the node of ``node_mpu``."""
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")
     usual = deepspeed.initialize
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,8 @@ def zero_inside(mpu: NodeMpu) -> Iterator[None]:
             accumulated = settings.get("gradient_accumulation_steps", 1)
             micro = settings["train_micro_batch_size_per_gpu"]
             settings["train_batch_size"] = micro * accumulated * mpu.get_data_parallel_world_size()
-        return usual(*args, **kwargs, mpu=mpu)
+        kwargs["mpu"] = mpu
+        return usual(*args, **kwargs)
 
     deepspeed.initialize = initialize
     try:

@@ -7,6 +7,7 @@ partitions, so it is made again after they were written: inside the node, as aft
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -254,22 +255,20 @@ def _check(engine: Any, zero: Any) -> None:
 def _gathered(parameter: Any) -> Tensor:
     """The whole of one parameter, in float32 where it is trained; collective inside the node."""
     if parameter.requires_grad:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        found: Tensor = safe_get_full_fp32_param(parameter)
+        utils: Any = importlib.import_module("deepspeed.utils")
+        found: Tensor = utils.safe_get_full_fp32_param(parameter)
         return found.detach().view(getattr(parameter, "ds_shape", parameter.shape))
     if not hasattr(parameter, "ds_id"):
         return parameter.detach()  # type: ignore[no-any-return]
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
+    zero: Any = importlib.import_module("deepspeed.zero")
+    with zero.GatheredParameters([parameter]):
         return parameter.detach().clone()  # type: ignore[no-any-return]
 
 
 class EngineCounter:
     """Counts an engine's steps: each is an attempt, also one that its loss scaler skips."""
 
-    def __init__(self, engine: nn.Module, shards: ZeroShards, watcher: Watcher, in_passing: Callable[[], None]) -> None:
+    def __init__(self, engine: Any, shards: ZeroShards, watcher: Watcher, in_passing: Callable[[], None]) -> None:
         self._watcher, self._in_passing, self._shards = watcher, in_passing, shards
         self.paused = False
         self._optimizer: Any = engine.optimizer
