@@ -74,7 +74,7 @@ def shard(model: nn.Module, mesh: Any, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def whole(model: nn.Module) -> list[Tensor]:
+def whole(model: Any) -> list[Tensor]:
     """The node's parameters; collective inside the node."""
     parameters: list[Any] = list(model.parameters())
     return [p.full_tensor().detach().clone() for p in parameters]

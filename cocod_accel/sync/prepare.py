@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,7 @@ def node_parallelism(workers_per_node: int) -> Any:
 @contextmanager
 def zero_inside(mpu: NodeMpu) -> Iterator[None]:
     """``accelerator.prepare(model, optimizer)`` stands inside: its DeepSpeed engine shards over the node of ``node_mpu``."""
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")
     usual = deepspeed.initialize
 
     def initialize(*args: Any, **kwargs: Any) -> Any:

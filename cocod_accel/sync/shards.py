@@ -26,12 +26,15 @@ class Shards(Protocol):
     kind: str
     #: The ranks of the workers that share the model out, in the order of their shards.
     node: tuple[int, ...]
-    #: What workers with other shards of the same model have in common, beside names and shapes.
-    signature: str
     #: What is averaged. A ``DTensor`` stands for this worker's shard of it.
     trainable: list[Tensor]
     #: What all namesakes must hold alike.
     frozen: list[Tensor]
+
+    @property
+    def signature(self) -> str:
+        """What workers with other shards of the same model have in common, beside names and shapes."""
+        ...
 
     def refresh(self) -> None:
         """The shards have been written: renew what was made of them. Collective inside the node, if at all."""
