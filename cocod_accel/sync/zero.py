@@ -7,7 +7,6 @@ partitions, so it is made again after they were written: inside the node, as aft
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
