@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 #: Of what a file says about itself, no more is repeated.
 _LONGEST_PROBLEM = 500
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,13 @@ class Checkpoints:
         *,
         is_same: Callable[[Any], bool] | None = None,
         check: Callable[[Any], object] | None = None,
+        agree: Callable[[list[Any]], object] = lambda positions: None,
     ) -> Resumed | None:
         """Go on from ``path``, or from the newest checkpoint that is whole; None if there is none. Collective.
 
         Another number of workers goes on from their weighted mean; so does a position that ``is_same`` says no to.
-        ``check`` raises a ValueError for a position that is none; nothing has been changed then.
+        ``check`` raises a ValueError for a position that is none, and ``agree`` for positions of all workers that cannot
+        be of one run; nothing has been changed then.
         """
         listed, error = try_together(
             lambda: [str(found) for found in self._candidates(path)], self._group, self._subject.device
@@ -253,8 +256,10 @@ class Checkpoints:
         problems = []
         for candidate in candidates:
             checked, error = try_together(lambda c=candidate: self._check(c, check), self._group, self._subject.device)  # type: ignore[misc]
+            if error is None:  # the same on all workers, from here on
+                error = _disagreement(checked, agree)
             if error is None:
-                weights, position, has_same_nodes = checked[0]
+                weights, position, has_same_nodes, _ = checked[0]
                 is_exact = has_same_nodes and (is_same is None or is_same(position))
                 return self._restore(candidate, weights, is_exact)
             error = error if len(error) <= _LONGEST_PROBLEM else f"{error[:_LONGEST_PROBLEM]}..."
@@ -272,10 +277,10 @@ class Checkpoints:
             return [given]
         return checkpoints_in(given) or checkpoints_in(given / "checkpoints") or [given]
 
-    def _check(self, path: Path, check: Callable[[Any], object] | None) -> tuple[list[float], Any, bool]:
+    def _check(self, path: Path, check: Callable[[Any], object] | None) -> tuple[list[float], Any, bool, int]:
         """Worker 0 looks at the files that all need, each worker at its own.
 
-        The saved weights, a position, and whether the same workers shared nodes.
+        The saved weights, a position, whether the same workers shared nodes, and how many rounds were done.
         """
         manifest = read_manifest(path)
         num_workers = len(manifest["weights"])
@@ -301,7 +306,7 @@ class Checkpoints:
             self._check_rest(tree, num_workers)
             if check is not None:
                 check(tree["position"])
-        return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes
+        return manifest["weights"], tree["position"], manifest["nodes"] == self._sync.nodes, tree["sync"]["rounds"]
 
     def _mixed(self, manifest: dict[str, Any]) -> list[int]:
         """The workers whose states are mixed for this one: all of them, or those that held the same shard."""
@@ -421,6 +426,18 @@ class Checkpoints:
 
 def _described(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
+
+
+def _disagreement(checked: Sequence[tuple[Any, Any, Any, int]], agree: Callable[[list[Any]], object]) -> str | None:
+    """Why the states of the workers are not of one moment, in words; None: they are."""
+    rounds = [done for *_, done in checked]
+    if len(set(rounds)) > 1:
+        return f"its workers are in different rounds: {rounds[:_MOST_NAMED]}"
+    try:
+        agree([position for _, position, *_ in checked])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _check_loadable(path: Path) -> None:

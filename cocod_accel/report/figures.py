@@ -6,6 +6,7 @@ The only importer of matplotlib, through its object interface: no global state, 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
             for kind in ("png", "svg"):
                 buffer = io.BytesIO()
                 metadata = {"Date": None} if kind == "svg" else None
-                figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+                with warnings.catch_warnings():  # that there is no room for all labels is to be seen
+                    warnings.simplefilter("ignore", UserWarning)
+                    figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
                 path = folder / f"{name}.{kind}"
                 path.write_bytes(buffer.getvalue())
                 paths.append(path)

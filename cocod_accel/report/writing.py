@@ -15,7 +15,7 @@ from cocod_accel.runs.reading import Run, find_runs, read_run
 from cocod_accel.runs.spans import Span, first_spans
 
 #: Of all runs together; each keeps its share, evenly spread.
-_MOST_ROWS = 250_000
+_MOST_ROWS = 150_000
 #: Timelines in the page, and spans of all of them together.
 _MOST_TIMELINES, _MOST_SPANS = 24, 1_000_000
 

@@ -66,14 +66,27 @@ class Resumption:
         """Model, optimizer and averages of a checkpoint; None if there is none to start from."""
         if not self._place.is_continued and self._place.start is None:
             return None
-        resumed = self._checkpoints.resume(self._place.start, is_same=self._is_same_plan, check=self._check_position)
+        resumed = self._checkpoints.resume(
+            self._place.start, is_same=self._is_same_plan, check=self._check_position, agree=self._check_agreement
+        )
         if resumed is not None and self._needs_warm_up(resumed):
             self._warm_up()
-            resumed = self._checkpoints.resume(resumed.path, is_same=self._is_same_plan, check=self._check_position)
+            resumed = self._checkpoints.resume(
+                resumed.path, is_same=self._is_same_plan, check=self._check_position, agree=self._check_agreement
+            )
         return resumed
 
     def _check_position(self, position: Any) -> None:
         check_position(position, self._config.schedule.epochs)
+
+    def _check_agreement(self, positions: list[Any]) -> None:
+        """Refuse positions with which workers would not meet again."""
+        keys = ["epoch", "seed", "shuffle", "first_batches", "all_steps", "moved_batches", "periods"]
+        if self.worker.work.algorithm.same_period:
+            keys += ["index", "step", "shared_steps", "last_shared"]
+        for key in keys:
+            if any(position.get(key) != positions[0].get(key) for position in positions):
+                raise ValueError(f"its workers differ in position.{key}")
 
     def _restore(self, resumed: Resumed) -> None:
         """The rest of a checkpoint: where in the run it was taken, and with which plan."""
