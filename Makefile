@@ -51,9 +51,9 @@ test-integrations: .venv-integrations/.ready
 	    "tests/test_tutorials.py::test_a_page_does_what_it_says[docs/tutorials/lightning.md]"
 
 # The oldest versions of pyproject.toml.
-.venv-oldest/.ready: WHAT := '.[test,vision]' torch==2.7.0 accelerate==1.1.0
+.venv-oldest/.ready: WHAT := '.[test]' torch==2.7.0 accelerate==1.1.0
 # A torch that many stacks pin; its CPU build, where pip finds one.
-.venv-cpu/.ready: WHAT := '.[test,vision]' torch==2.13.0
+.venv-cpu/.ready: WHAT := '.[test]' torch==2.13.0
 .venv-integrations/.ready: WHAT := '.[integrations]' torch==2.13.0
 
 .venv-%/.ready: pyproject.toml

@@ -8,13 +8,13 @@ import gc
 import io
 import pickle
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchvision.models.resnet import BasicBlock, ResNet
 
 from cocod_accel import ALGORITHMS, SSGD, CoCoDSGD, LocalSGD, Sync, attach
 from tests import loops, reference
@@ -24,10 +24,13 @@ from tests.workers import run_outcomes, run_workers
 WEIGHTS = [3.0, 1.0]
 
 
-def make_resnet() -> nn.Module:
+def make_convolutions() -> nn.Module:
     torch.manual_seed(3)
-    model: nn.Module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=4)
-    return model
+    return nn.Sequential(OrderedDict([
+        ("conv1", nn.Conv2d(3, 8, 3, bias=False)), ("bn1", nn.BatchNorm2d(8)), ("relu", nn.ReLU()),
+        ("conv2", nn.Conv2d(8, 8, 3, bias=False)), ("bn2", nn.BatchNorm2d(8)), ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flat", nn.Flatten()), ("fc", nn.Linear(8, 4)),
+    ]))  # fmt: skip
 
 
 def resnet_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -48,7 +51,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def averaged_and_finished(rank: int, name: str) -> Any:
-    model = DistributedDataParallel(make_resnet())
+    model = DistributedDataParallel(make_convolutions())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     sync = attach(model, optimizer, loops.make_algorithm(name, 2), weight=1 if name == "asynlocal" else WEIGHTS[rank])
     for step in range(3):
@@ -428,7 +431,7 @@ def test_stats_can_be_logged_as_a_mapping() -> None:
 
 
 def buffers_after_a_round(rank: int, name: str) -> Any:
-    model = DistributedDataParallel(make_resnet())
+    model = DistributedDataParallel(make_convolutions())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     attach(model, optimizer, loops.make_algorithm(name, 1), weight=WEIGHTS[rank])
     with torch.no_grad():

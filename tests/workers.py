@@ -36,7 +36,7 @@ from cocod_accel.comm.shutdown import rest
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What is not imported here, every worker imports anew: half a second of a core for the modules of the trainer and pytest.
 _PRELOAD = [
-    "torch._dynamo", "torch._inductor.config", "accelerate.accelerator", "safetensors.torch", "torchvision.models.resnet",
+    "torch._dynamo", "torch._inductor.config", "accelerate.accelerator", "safetensors.torch",
     "pytest", "hypothesis", "cocod_accel.train", "tests.workers",
 ]  # fmt: skip
 
