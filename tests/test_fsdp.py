@@ -156,7 +156,19 @@ def train(rank: int, case: Case) -> Any:
             trace[-1] = [*trace[-1], *mean]
     rounds = sync.stats().rounds
     sync.finish()
+    sync.detach()
     return trace, whole(model), rounds
+
+
+def train_all(rank: int, cases: dict[str, Case]) -> dict[str, Any]:
+    return {name: train(rank, case) for name, case in cases.items()}
+
+
+@functools.cache
+def trained(num_nodes: int) -> list[dict[str, Any]]:
+    """All cases in one start, because starting is what takes the time."""
+    cases = {name: case for name, case in CASES.items() if case.num_nodes == num_nodes}
+    return run_workers(2 * num_nodes, train_all, cases, seconds=100, fresh=True)
 
 
 def batches_of(case: Case, node: int) -> Any:
@@ -201,12 +213,13 @@ def serial(case: Case) -> reference.Trace:
 
 
 @pytest.mark.parametrize("name", ["ssgd", "pipe", *CASES])
+@pytest.mark.timeout(150)
 def test_sharded_nodes_equal_the_serial_reference(name: str) -> None:
     if name not in CASES:
         assert all(REFUSED[name] in said[name] for said in refusals())
         return
     case = CASES[name]
-    results = run_workers(2 * case.num_nodes, train, case, fresh=True)
+    results = [worker[name] for worker in trained(case.num_nodes)]
     expected = serial(case)
     found = [[row[: len(expected[0][0])] for row in trace] for trace, *_ in results]
     assert_traces_equal(found, [expected[rank // 2] for rank in range(len(results))], name)

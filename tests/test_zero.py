@@ -355,6 +355,7 @@ def saved(rank: int, folder: str, num_workers: int, steps: int, dies_at: int | N
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_killed_engines_go_on_bit_for_bit(tmp_path: Path) -> None:
     from safetensors.torch import load_file
