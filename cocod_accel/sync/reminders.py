@@ -54,6 +54,7 @@ class Reminder:
 
     def remove(self) -> None:
         self._hook.remove()
+        self._has_spoken = True
         _open.discard(self)
 
     # ---- details

@@ -77,6 +77,7 @@ class Worker:
             sync = attach(self.model, self.optimizer, self.work.algorithm, weight=weight, **options)
         except (TypeError, ValueError) as error:  # on all workers
             raise ConfigError(f"algorithm.name={self.config.algorithm.name}: {error}") from error
+        sync.reminder.remove()  # a run finishes, and saves what is meant; it says itself if it is stopped
         if self.config.link is not None:
             sync.control.emulate_link(self.config.link)
         return sync
