@@ -199,7 +199,6 @@ def attempts(rank: int, given_here: list[str], whole: Path, work: Path, cases: i
 def use(trainer: Trainer) -> None:
     """What training would do with a position first."""
     worker, epochs = trainer.worker, trainer.config.schedule.epochs
-    assert 0 <= worker.at.epoch <= epochs, "a position after the end"
     if worker.at.epoch < epochs:
         steps = worker.work.steps[worker.at.epoch]
         assert worker.at.index <= steps, "a position after its epoch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from cocod_accel.runs.folder import RunFolder
 from cocod_accel.simulator.cluster import load_cluster, save_cluster
 from cocod_accel.tasks import build_task
 from cocod_accel.tasks.cifar import read_cifar_pickle
+from cocod_accel.tasks.data import read_idx
 from cocod_accel.trainer.resume_policy import find_place
 from tests.run_folders import write_run
 
@@ -94,6 +96,16 @@ def test_a_broken_batch_is_one_line(what: str, tmp_path: Path) -> None:
     path.write_bytes({"bytes": b"\x80\x05}r\xff\xff", "half": whole[:3000]}.get(what) or pickle.dumps(BROKEN[what]))
     with pytest.raises(ConfigError, match=r"^[^\n]*is not a batch of CIFAR \([^\n]+\); download it again$"):
         read_cifar_pickle(path, "labels")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0\x08\xff", b"\x1f\x8b", gzip.compress(b"x")[:-3], gzip.compress(b"\0\0\x08\x03")]
+)
+@pytest.mark.parametrize("name", ["images.gz", "images"])
+def test_a_broken_file_of_mnist_is_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^[^\n]*; download it again$"):
+        read_idx(tmp_path / name)
 
 
 def test_a_dry_run_reads_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

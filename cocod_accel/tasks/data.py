@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import signal
+import zlib
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cocod_accel.config.settings import Config
-from cocod_accel.config.strict import ConfigError
+from cocod_accel.config.strict import ConfigError, first_line
 from cocod_accel.extras import missing
 from cocod_accel.tasks.cifar import read_cifar_binary, read_cifar_pickle
 
@@ -192,10 +193,13 @@ def fashion_small(config: Config) -> Task:
 
 def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """An array in MNIST's idx format, gzipped or not."""
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    num_dims = data[3]
-    shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
-    values = np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims)
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        num_dims = data[3]
+        shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
+        values = np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims)
+    except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
+        raise ConfigError(f"{path}: is not in MNIST's format ({first_line(error)}); download it again") from error
     if values.size != math.prod(shape):
         raise ConfigError(f"{path}: has {values.size} values, but its header says {shape}; download it again")
     return values.reshape(shape)

@@ -67,17 +67,14 @@ class Resumption:
         if not self._place.is_continued and self._place.start is None:
             return None
         resumed = self._checkpoints.resume(
-            self._place.start, is_same=self._is_same_plan, check=self._check_position, agree=self._check_agreement
+            self._place.start, is_same=self._is_same_plan, check=check_position, agree=self._check_agreement
         )
         if resumed is not None and self._needs_warm_up(resumed):
             self._warm_up()
             resumed = self._checkpoints.resume(
-                resumed.path, is_same=self._is_same_plan, check=self._check_position, agree=self._check_agreement
+                resumed.path, is_same=self._is_same_plan, check=check_position, agree=self._check_agreement
             )
         return resumed
-
-    def _check_position(self, position: Any) -> None:
-        check_position(position, self._config.schedule.epochs)
 
     def _check_agreement(self, positions: list[Any]) -> None:
         """Refuse positions with which workers would not meet again."""

@@ -117,11 +117,8 @@ class Work:
         return float(sum(used) / used[self.rank])
 
 
-def check_position(saved: Any, epochs: int) -> None:
-    """Refuse what no run of so many epochs has kept as its position.
-
-    Nothing of a checkpoint is used before all of it was looked at.
-    """
+def check_position(saved: Any) -> None:
+    """Refuse what no run has kept as its position: nothing of a checkpoint is used before all of it was looked at."""
     if not isinstance(saved, dict) or "first_batches" not in saved:
         raise ValueError("was not written by cocod train, so no run can start from it")
     counts = schema.each(schema.count)
@@ -158,8 +155,8 @@ def check_position(saved: Any, epochs: int) -> None:
     for name in ("paces", "fixed"):
         if saved.get(name) is not None and len(saved[name]) != len(batches):
             raise ValueError(f"position.{name} are not those of its workers")
-    if saved["epoch"] > epochs or saved.get("index", 0) > max(steps):
-        raise ValueError(f"position is after the end: epoch {saved['epoch']}, step {saved.get('index')} in it")
+    if saved.get("index", 0) > max(steps):
+        raise ValueError(f"position.index={saved['index']} is after the end of its epoch")
     if saved.get("periods") is not None:
         Period.parse(saved["periods"])
 
