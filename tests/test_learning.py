@@ -71,6 +71,15 @@ RUNS: dict[str, list[str]] = {
     "ssgd, int4": [*TINY, "algorithm.name=ssgd", *SAMPLED, "algorithm.payload=int4"],
     "ssgd, terngrad": [*TINY, "algorithm.name=ssgd", "algorithm.payload=terngrad", "seed=3"],
     "pipe, qsgd": [*TINY, "algorithm.name=pipe", "algorithm.payload=qsgd:4"],
+    "steps": [
+        *TINY, "algorithm.name=cocod", "schedule.epochs=null", "schedule.steps=23", "schedule.decay_epochs=[]",
+        "schedule.decay=wsd", "schedule.warmup_steps=4", "evaluation.every_steps=7", "algorithm.period=[[0, 1], [5, 3]]",
+        "optimizer.clip_norm=0.5", "optimizer.accumulate=4",
+    ],
+    "steps, ssgd": [
+        *TINY, "algorithm.name=ssgd", "schedule.epochs=null", "schedule.steps=21", "schedule.decay_epochs=[]",
+        "schedule.decay=cosine", "optimizer.clip_norm=0.5", "optimizer.accumulate=2",
+    ],
     "own data": [*OWN, "algorithm.name=cocod", "algorithm.optimizer_state=reset"],
     "own data, ssgd": [*OWN, "algorithm.name=ssgd"],
 }

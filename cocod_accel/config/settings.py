@@ -29,6 +29,8 @@ from cocod_accel.theory.hiding import AUTO
 
 #: The value of ``cluster.speeds`` that has them measured.
 MEASURE = "measure"
+#: Epochs, where neither they nor steps are stated.
+DEFAULT_EPOCHS = 8
 
 
 def may_differ(key: str, affected: Affects) -> bool:
@@ -104,8 +106,8 @@ class AlgorithmConfig:
 
     #: ssgd, pipe, local, cocod or asynlocal; or `module:Class`, your own subclass of `cocod_accel.Algorithm`.
     name: str = "cocod"
-    #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]], or (local, cocod) `auto`: as many as
-    #: hide an average, measured before training and after every epoch.
+    #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]] (with schedule.steps: first steps), or
+    #: (local, cocod) `auto`: as many as hide an average, measured before training and after every epoch.
     period: Any = 5
     #: What happens to momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
@@ -143,18 +145,32 @@ class OptimizerConfig:
     weight_decay: float = field(default=1e-4, metadata=not_negative())
     #: Nesterov momentum for sgd.
     nesterov: bool = False
+    #: Scale a worker's gradients down to at most this norm before every step; null: as they are.
+    clip_norm: float | None = field(default=None, metadata=positive(null="as they are"))
+    #: Compute each batch in this many pieces and add up their gradients: the same step in less memory.
+    accumulate: int = field(default=1, metadata=at_least(1))
 
 
 @dataclass
 class ScheduleConfig:
     """How long to train, and with which learning rates."""
 
-    #: Passes over the training set.
-    epochs: int = field(default=8, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL))
-    #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one.
+    #: Passes over the training set; null with steps (and 8 if neither is stated).
+    epochs: int | None = field(
+        default=None, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL)
+    )
+    #: Steps of every worker, in the place of epochs: data are passed over as often as that takes.
+    steps: int | None = field(default=None, metadata=at_least(1) | affects(Affects.FIGURES | Affects.CELL))
+    #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one. With steps, see
+    #: warmup_steps.
     warmup_epochs: float = field(default=1.0, metadata=not_negative())
-    #: How the learning rate falls after the warm-up: `epochs`: at decay_epochs; `cosine`: half a cosine, to 0 at the end.
-    decay: str = field(default="epochs", metadata=one_of("epochs", "cosine"))
+    #: With steps: the steps over which the learning rate grows, linearly from almost 0 to the scaled rate.
+    warmup_steps: int = field(default=0, metadata=at_least(0))
+    #: How the learning rate falls after the warm-up: `epochs`: at decay_epochs; `cosine`: half a cosine, to 0 at the end;
+    #: `wsd`: not at all (stable) until the last decay_share of the run, then linearly to 0.
+    decay: str = field(default="epochs", metadata=one_of("epochs", "cosine", "wsd"))
+    #: The last part of the run over which `wsd` lowers the learning rate.
+    decay_share: float = field(default=0.2, metadata=within("(0, 1]"))
     #: The learning rate is multiplied by decay_factor at the beginning of these epochs, counted from 0.
     decay_epochs: list[int] = field(default_factory=list)
     #: Factor applied at each of decay_epochs.
@@ -223,8 +239,10 @@ class EmulateConfig:
 class EvaluationConfig:
     """When the averaged model is tested, and against which accuracies."""
 
-    #: Evaluate every this many epochs, and always after the last one.
+    #: Evaluate every this many epochs, and always at the end.
     every_epochs: int = field(default=1, metadata=at_least(1))
+    #: Evaluate every this many steps instead, and always at the end.
+    every_steps: int | None = field(default=None, metadata=at_least(1))
     #: Batch size for evaluation, on every worker.
     batch_size: int = field(default=250, metadata=at_least(1) | affects(Affects.CELL))
     #: Report the training time at which each of these accuracies was first reached.

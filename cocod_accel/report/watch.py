@@ -59,7 +59,7 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
     seconds = next((float(r["train_seconds"]) for r in reversed(rows) if is_number(r.get("train_seconds"))), None)
     counted = [row for row in evaluations if is_number(row.get("step")) and is_number(row.get("epoch")) and row["epoch"] > 0]
     per_epoch = counted[-1]["step"] / counted[-1]["epoch"] if counted and counted[-1]["step"] > 0 else None
-    num_steps = None if per_epoch is None else round(per_epoch * run.epochs)
+    num_steps = run.steps if run.steps or per_epoch is None else round(per_epoch * run.epochs)
     started = max((int(row["epoch"]) - 1 for row in training if is_number(row.get("epoch"))), default=0)
     done = started if per_epoch is None else min(step / per_epoch, run.epochs)
     left = None

@@ -23,7 +23,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised
-from cocod_accel.config.settings import Config
+from cocod_accel.config.settings import DEFAULT_EPOCHS, Config
 from cocod_accel.config.strict import ConfigError, first_line, printable, tree_of
 from cocod_accel.runs.files import read_json, read_text, rows_of
 
@@ -90,7 +90,18 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        return int(self.config["schedule.epochs"])
+        """Passes over the data; of an unfinished run of ``schedule.steps``, those begun until now."""
+        stated, ended = self.config["schedule.epochs"], (self.summary or {}).get("epochs")
+        if stated != "None":
+            return int(stated)
+        begun = [row["epoch"] for row in self.rows if is_number(row.get("epoch"))]
+        return int(ended) if is_number(ended) and ended >= 1 else max(math.ceil(max(begun, default=1)), 1)
+
+    @property
+    def steps(self) -> int | None:
+        """``schedule.steps``; None: the run counts epochs."""
+        stated = self.config["schedule.steps"]
+        return int(stated) if stated.isdecimal() else None
 
     @property
     def seed(self) -> str:
@@ -274,7 +285,10 @@ def _read_identity(folder: Path) -> tuple[dict[str, str], dict[str, Any] | None]
         raise ValueError(f"{folder}: is not a run folder; give one of cocod train")
     summary = read_summary(folder) if (folder / "summary.json").exists() else None
     config = _read_config(folder)
-    for key in ("cluster.num_workers", "schedule.epochs"):
+    by_steps = config["schedule.steps"] != "None"
+    if not by_steps and config["schedule.epochs"] == "None":
+        config["schedule.epochs"] = str(DEFAULT_EPOCHS)
+    for key in ("cluster.num_workers", "schedule.steps" if by_steps else "schedule.epochs"):
         given = config[key]
         if not (given.isdecimal() and len(given) < 10 and int(given) > 0):
             raise ValueError(f"{folder}: {key}={_cut(given)} in its configuration is not a number, or is 0")

@@ -113,7 +113,7 @@ def _summary(run: Simulated, name: str, accuracies: list[float], times: TimeToAc
         "clock": config.clock,
         "emulated": config.emulated,
         "steps": timeline.num_steps,
-        "epochs": config.schedule.epochs,
+        "epochs": run.work.num_epochs,
         "rounds": timeline.rounds,
         "best_accuracy": max(accuracies, default=None),
         "final_accuracy": accuracies[-1] if accuracies else None,

@@ -85,12 +85,23 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that ``optimizer`` names."""
     options = config.optimizer
     rate, decay = options.learning_rate, options.weight_decay
+    optimizer: torch.optim.Optimizer
     if options.name == "sgd":
-        return torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             model.parameters(), lr=rate, momentum=options.momentum, weight_decay=decay, nesterov=options.nesterov
         )
-    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
-    return kind(model.parameters(), lr=rate, weight_decay=decay)
+    else:
+        kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=rate, weight_decay=decay)
+    if options.clip_norm is not None:
+        limit, parameters = options.clip_norm, list(model.parameters())
+        # In the optimizer, so that whoever steps it clips: the trainer, the calibration and the simulator.
+        optimizer.register_step_pre_hook(lambda *_: _clip(parameters, limit))
+    return optimizer
+
+
+def _clip(parameters: list[nn.Parameter], limit: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, limit)
 
 
 def _choose(table: dict[str, Any], name: str, key: str) -> Any:

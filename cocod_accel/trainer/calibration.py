@@ -27,6 +27,7 @@ from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.sharding.speeds import measure_speeds
 from cocod_accel.tasks import Task, build_model, build_optimizer
 from cocod_accel.tasks.data import Images, batches
+from cocod_accel.tasks.structure import pieces
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
 
@@ -103,11 +104,12 @@ def sample_steps(config: Config, task: Task, accelerator: Accelerator, batch: in
 
         def run_step() -> None:
             pace.begin()
-            inputs, labels = next(supply)
+            batch = next(supply)
             optimizer.zero_grad()
-            with accelerator.autocast():
-                loss = nn.functional.cross_entropy(model(inputs), labels)
-            loss.backward()
+            for (inputs, labels), share in pieces(batch, config.optimizer.accumulate):
+                with accelerator.autocast():
+                    loss = nn.functional.cross_entropy(model(inputs), labels)
+                (loss * share).backward()
             optimizer.step()
             pace.end()
 

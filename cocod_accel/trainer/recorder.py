@@ -85,7 +85,7 @@ class Recorder:
         self._bar.set_description(f"epoch {row['epoch']} loss {row['loss']:.3f} {speed} {share:.0%} waiting", False)
         if self._bar.disable and time.monotonic() - self._said > _QUIET_SECONDS:
             steps = f"step {worker.step} of {sum(worker.work.steps)}"
-            self.say(f"epoch {row['epoch']:3d}/{self.config.schedule.epochs}  {steps}  loss {row['loss']:.4f}  {speed}")
+            self.say(f"epoch {row['epoch']:3d}/{worker.work.num_epochs}  {steps}  loss {row['loss']:.4f}  {speed}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if not self.worker.is_main:
@@ -93,10 +93,16 @@ class Recorder:
         self._write("eval", row)
         if self._bar.disable:
             self.say(
-                f"epoch {row['epoch']:3d}/{self.config.schedule.epochs}  accuracy {row['accuracy']:.4f}  "
+                f"{self._where(row['epoch'])}  accuracy {row['accuracy']:.4f}  "
                 f"train loss {row['train_loss']:.4f}  {row['train_seconds']:.1f} s training"
             )
         self._bar.set_postfix(accuracy=f"{row['accuracy']:.4f}", refresh=False)
+
+    def _where(self, epoch: float) -> str:
+        """Where an evaluation is, in words."""
+        if isinstance(epoch, int):
+            return f"epoch {epoch:3d}/{self.worker.work.num_epochs}"
+        return f"step {self.worker.step} of {sum(self.worker.work.steps)}"
 
     def plan(self, epoch: int, speeds: Sequence[float]) -> None:
         """Who takes which batch from ``epoch`` on, counted from 0."""
@@ -185,7 +191,7 @@ class Recorder:
             "clock": config.clock,
             "emulated": config.emulated,
             "steps": worker.step,
-            "epochs": config.schedule.epochs,
+            "epochs": worker.work.num_epochs,
             "rounds": stats.rounds,
             "best_accuracy": worker.at.best_accuracy,
             "final_accuracy": worker.at.accuracy,

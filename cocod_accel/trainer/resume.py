@@ -73,7 +73,7 @@ class Resumption:
         return resumed
 
     def _check_position(self, position: Any) -> None:
-        check_position(position, self._config.schedule.epochs)
+        check_position(position, self.worker.work.num_epochs)
 
     def _restore(self, resumed: Resumed) -> None:
         """The rest of a checkpoint: where in the run it was taken, and with which plan."""

@@ -103,14 +103,14 @@ def score(
             return [*tested, sums(task.train, task.num_train)[1]]
 
 
-def evaluation_row(epoch: int, rows: Sequence[Sequence[float]], config: Config, task: Task) -> dict[str, Any]:
-    """All workers' evaluation of an epoch, counted from 0.
+def evaluation_row(epoch: float, rows: Sequence[Sequence[float]], config: Config, task: Task) -> dict[str, Any]:
+    """All workers' evaluation after ``epoch`` epochs; inside one, it has a fraction.
 
     A row is what :func:`score` returned, the sum of the epoch's training losses over samples, and the number of those.
     """
     correct, test_loss, mean_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(5))
     row = {
-        "epoch": epoch + 1,
+        "epoch": epoch,
         "accuracy": correct / task.num_test,
         "test_loss": test_loss / task.num_test,
         "train_loss": train_loss / num_samples,

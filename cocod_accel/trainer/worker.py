@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from cocod_accel.sharding.speeds import measure_speeds
 from cocod_accel.sync.attach import attach
 from cocod_accel.sync.sync import Sync
 from cocod_accel.tasks import Task, build_optimizer
+from cocod_accel.tasks.structure import pieces
 from cocod_accel.trainer.auto_code import choose_code
 from cocod_accel.trainer.calibration import TIMED_SECONDS, sample_steps
 from cocod_accel.trainer.launch import has_core_each
@@ -125,6 +127,21 @@ class Worker:
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         with self.accelerator.autocast():
             return loss_of(self.model, inputs, labels)
+
+    def backward(self, batch: Any) -> Tensor:
+        """Add the gradients of a batch, piece by piece; its mean loss."""
+        parts = pieces(batch, self.config.optimizer.accumulate)
+        total: Tensor | None = None
+        for index, (piece, share) in enumerate(parts):
+            is_last = index + 1 == len(parts)
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                loss = self.loss(*piece) if share == 1 else self.loss(*piece) * share
+                total = loss.detach() if total is None else total + loss.detach()
+                if is_last:
+                    self.guard.note(total)
+                self.accelerator.backward(loss)
+        assert total is not None
+        return total
 
     def all_steps(self, epoch: int) -> list[int]:
         """The steps of every worker in an epoch; after the last epoch, those of the last."""
