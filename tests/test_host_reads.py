@@ -228,7 +228,7 @@ def test_an_epoch_of_the_trainer_waits_for_what_is_known(algorithm: Algorithm) -
         sync.control.guard = lambda: guard.check(at.step)
 
         def step_backward(batch: Any) -> torch.Tensor:
-            loss = loss_of(module, *batch)
+            loss = loss_of(module, batch)
             guard.note(loss)
             backward(module, sync)
             return loss.detach()

@@ -79,7 +79,7 @@ def test_clipped_and_accumulated_gradients() -> None:
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= rate * min(1.0, limit / norm) * gradient
-    assert 0 < num_clipped
+    assert num_clipped > 0
     for ours, theirs in zip(learning.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cocod_accel.config.rules import validate
-from cocod_accel.config.settings import DEFAULT_EPOCHS
+from cocod_accel.config.settings import ACCURACY, DEFAULT_EPOCHS, DEFAULT_TARGETS
 from cocod_accel.config.settings import MEASURE as MEASURE
 from cocod_accel.config.settings import Config as Config
 from cocod_accel.config.settings import TaskConfig as TaskConfig
@@ -64,6 +64,8 @@ def merged_config(arguments: list[str]) -> Config:
     assert isinstance(config, Config)
     if config.schedule.epochs is None and config.schedule.steps is None:
         config.schedule.epochs = DEFAULT_EPOCHS
+    if config.metrics[0] != ACCURACY and config.evaluation.targets == list(DEFAULT_TARGETS):
+        config.evaluation.targets = []
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
     return config
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from cocod_accel.config.algorithms import algorithm_class, build_algorithm, takes
 from cocod_accel.config.fields import check_fields
-from cocod_accel.config.settings import MEASURE, Config
+from cocod_accel.config.settings import ACCURACY, MEASURE, Config
 from cocod_accel.config.strict import ConfigError, require
 from cocod_accel.sharding.plan import check_speeds, plan_workers
 from cocod_accel.theory.hiding import AUTO
@@ -42,6 +42,10 @@ def _validate_evaluation(config: Config) -> None:
     if epochs is not None:
         rule = f"is more than schedule.epochs={epochs}, so nothing would ever be evaluated"
         require(by_epochs <= epochs, "evaluation.every_epochs", by_epochs, rule)
+    for index, target in enumerate(config.evaluation.targets):
+        key, is_share = f"evaluation.targets[{index}]", config.metrics[0] == ACCURACY
+        require(not is_share or 0 < target <= 1, key, target, "must be a share in (0, 1], e.g. 0.85")
+        require(math.isfinite(target), key, target, "must be a finite number")
     if by_steps is None:
         return
     key, name = "evaluation.every_steps", config.algorithm.name

@@ -29,6 +29,10 @@ from cocod_accel.theory.hiding import AUTO
 
 #: The value of ``cluster.speeds`` that has them measured.
 MEASURE = "measure"
+#: The metric of classification.
+ACCURACY = "accuracy"
+#: Of accuracy, where none are stated.
+DEFAULT_TARGETS = (0.7, 0.75, 0.8, 0.85)
 #: Epochs, where neither they nor steps are stated.
 DEFAULT_EPOCHS = 8
 
@@ -64,6 +68,11 @@ class TaskConfig:
     #: Label-skewed shards: each worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller it is,
     #: the fewer classes a worker has; 0.1 gives most workers two or three. null: all shards have the same distribution.
     label_skew: float | None = field(default=None, metadata=positive(null="all shards have the same distribution"))
+    #: `cross_entropy`, `mse`, `model` (the model returns its loss), or `module:callable` of (outputs, targets).
+    loss: str = "cross_entropy"
+    #: Any of `accuracy`, `bits_per_byte`, `squared_error`, `loss`, or `module:callable`; evaluation.targets are of the first.
+    #: []: accuracy, and bits_per_byte of text.
+    metrics: list[str] = field(default_factory=list)
     #: Use only the first training samples, for smoke tests.
     train_limit: int | None = field(default=None, metadata=at_least(1))
     #: Use only the first test samples.
@@ -156,9 +165,7 @@ class ScheduleConfig:
     """How long to train, and with which learning rates."""
 
     #: Passes over the training set; null with steps (and 8 if neither is stated).
-    epochs: int | None = field(
-        default=None, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL)
-    )
+    epochs: int | None = field(default=None, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL))
     #: Steps of every worker, in the place of epochs: data are passed over as often as that takes.
     steps: int | None = field(default=None, metadata=at_least(1) | affects(Affects.FIGURES | Affects.CELL))
     #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one. With steps, see
@@ -245,11 +252,9 @@ class EvaluationConfig:
     every_steps: int | None = field(default=None, metadata=at_least(1))
     #: Batch size for evaluation, on every worker.
     batch_size: int = field(default=250, metadata=at_least(1) | affects(Affects.CELL))
-    #: Report the training time at which each of these accuracies was first reached.
-    targets: list[float] = field(
-        default_factory=lambda: [0.7, 0.75, 0.8, 0.85],
-        metadata=must("must be a share in (0, 1], e.g. 0.85", lambda v: 0 < v <= 1) | affects(Affects.NOTHING),
-    )
+    #: Report the training time at which each of these accuracies, or values of the first of task.metrics, was first reached.
+    #: Where that is not accuracy, there are none unless they are stated.
+    targets: list[float] = field(default_factory=lambda: list(DEFAULT_TARGETS), metadata=affects(Affects.NOTHING))
     #: Also compute the averaged model's loss on the training data (built-in data: without augmentation): `mean_train_loss`
     #: in rows. `train_loss` is the mean of the losses that the workers' own models had while training.
     training_loss: bool = field(default=False, metadata=affects(Affects.CELL))
@@ -325,6 +330,11 @@ class Config:
     def run_name(self) -> str:
         sampling = "-ps" if self.cluster.proportional else ""
         return self.name or f"{self.algorithm.name}{sampling}-{self.task.name}-seed{self.seed}".replace(":", ".")
+
+    @property
+    def metrics(self) -> list[str]:
+        """What evaluations measure; the first is what targets are of."""
+        return list(self.task.metrics) or ["bits_per_byte" if self.task.name == "text" else ACCURACY]
 
     @property
     def speeds(self) -> list[float]:

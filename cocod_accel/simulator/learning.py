@@ -26,6 +26,7 @@ from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
+from cocod_accel.tasks.metrics import first_metric, task_loss
 from cocod_accel.tasks.structure import num_samples, pieces
 from cocod_accel.theory.hiding import AUTO
 from cocod_accel.trainer.export import model_digest
@@ -142,6 +143,7 @@ class Learning:
         with kept_randomness():
             seed_everything(config.seed)
             self.task = build_task(config)
+            self._metric, self._loss = first_metric(config), task_loss(config)
             self._learners, states = self._build()
         self._turns = Turns(states, threads_of_each(self.num_workers) if threads is None else threads)
         try:
@@ -195,7 +197,7 @@ class Learning:
         return Outcome(
             steps=first.step,
             rounds=self._lockstep.workers[0].driver.clock.rounds,
-            best_accuracy=max(self._accuracies),
+            best_accuracy=max(self._accuracies, key=self._metric.score),
             final_accuracy=self._accuracies[-1],
             comm_bytes=max(worker.driver.replica.route.traffic.num_bytes for worker in self._lockstep.workers),
             samples=first.samples,
@@ -219,7 +221,7 @@ class Learning:
         total: Tensor | None = None
         for piece, share in pieces(batch, self.config.optimizer.accumulate):
             with torch.autocast(self._device.type, torch.bfloat16, self.config.precision == "bf16"):
-                loss = loss_of(learner.model, *piece)
+                loss = loss_of(learner.model, piece, self._loss)
             loss = loss if share == 1 else loss * share
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
@@ -320,7 +322,7 @@ class Learning:
         steps = first.work.steps[self._epoch]
         done = self._epoch + 1 if first.index == steps else self._epoch + first.index / steps
         values = evaluation_row(done, rows, self.config, self.task)
-        self._accuracies.append(values["accuracy"])
+        self._accuracies.append(values[self._metric.name])
         self._tell("eval", values)
 
     def _tell(self, kind: str, values: dict[str, Any]) -> None:

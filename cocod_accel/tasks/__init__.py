@@ -14,6 +14,7 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, first_line
 from cocod_accel.tasks.data import DATASETS, Task, check_files, own_task
 from cocod_accel.tasks.facts import TaskFacts, known_facts
+from cocod_accel.tasks.metrics import task_loss, task_metrics
 from cocod_accel.tasks.models import MODELS
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
 def build_task(config: Config) -> Task:
     """The training and test data that ``task`` names."""
     name = config.task.name
+    task_loss(config)
+    task_metrics(config)
     if ":" in name:
         return own_task(_call(name, config.task.args, "task"), config)
     task: Task = _choose(DATASETS, name, "task.name")(config)

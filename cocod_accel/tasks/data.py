@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import signal
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
@@ -26,8 +26,10 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.extras import missing
 from cocod_accel.tasks.cifar import read_cifar_binary, read_cifar_pickle
+from cocod_accel.tasks.structure import to_device
 
-Batch = tuple[Tensor, Tensor]
+#: Tensors in any structure (:mod:`cocod_accel.tasks.structure`); of what is held in memory, (inputs, labels).
+Batch = Any
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def batches(
         generator=generator,
         worker_init_fn=_outlive_a_polite_end,
     )
-    for inputs, labels in loader:
-        yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    for batch in loader:
+        yield to_device(batch, device)
 
 
 # ------------------------------------------------------------------------------------------------ sources
@@ -392,7 +394,8 @@ def own_task(value: Any, config: Config) -> Task:
         num_classes = int(labels.max()) + 1
     else:
         sample = parts[0][0]
-        shape, num_classes = tuple(torch.as_tensor(sample[0]).shape), 0
+        first = sample[0] if isinstance(sample, tuple | list) else sample
+        shape, num_classes = () if isinstance(first, Mapping) else tuple(torch.as_tensor(first).shape), 0
     return _limited(Task(parts[0], parts[1], shape, num_classes), config)
 
 

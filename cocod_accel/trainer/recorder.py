@@ -91,12 +91,13 @@ class Recorder:
         if not self.worker.is_main:
             return
         self._write("eval", row)
+        name = self.worker.metric.name
         if self._bar.disable:
             self.say(
-                f"{self._where(row['epoch'])}  accuracy {row['accuracy']:.4f}  "
+                f"{self._where(row['epoch'])}  {name} {row[name]:.4f}  "
                 f"train loss {row['train_loss']:.4f}  {row['train_seconds']:.1f} s training"
             )
-        self._bar.set_postfix(accuracy=f"{row['accuracy']:.4f}", refresh=False)
+        self._bar.set_postfix({name: f"{row[name]:.4f}"}, refresh=False)
 
     def _where(self, epoch: float) -> str:
         """Where an evaluation is, in words."""
@@ -193,10 +194,8 @@ class Recorder:
             "steps": worker.step,
             "epochs": worker.work.num_epochs,
             "rounds": stats.rounds,
-            "best_accuracy": worker.at.best_accuracy,
-            "final_accuracy": worker.at.accuracy,
+            **worker.metric.summary(worker.at.accuracy, worker.metric.score(worker.at.best_accuracy), worker.times.seconds),
             "train_seconds": seconds,
-            "time_to_accuracy": {f"{target:g}": reached for target, reached in worker.times.seconds.items()},
             "comm_bytes": int(num_bytes),
             "comm_exposed_seconds": exposed,
             "comm_hidden_seconds": hidden,

@@ -184,7 +184,8 @@ class Trainer:
         rows = worker.gather([*scored, loss * samples, float(samples), worker.clock.seconds])
         seconds = max(row[-1] for row in rows)
         row = {**evaluation_row(done, rows, self.config, self.task), "train_seconds": seconds}
-        at.accuracy, at.best_accuracy = row["accuracy"], max(at.best_accuracy, row["accuracy"])
+        at.accuracy = row[worker.metric.name]
+        at.best_accuracy = max(at.best_accuracy, worker.metric.score(at.accuracy))
         worker.times.note(at.accuracy, seconds)
         self.recorder.evaluation(row)
 

@@ -207,6 +207,7 @@ class Position:
     index: int = 0
     step: int = 0
     samples: int = 0
+    #: The last value of the first metric, and the best: of a metric that is better the lower it is, times -1.
     accuracy: float = 0.0
     best_accuracy: float = 0.0
     #: Batches that were moved; None: those of the configuration.
