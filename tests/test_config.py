@@ -294,6 +294,11 @@ MISTAKES: list[tuple[str, str]] = [
     ("logging.wandb_mode=onlin", "logging.wandb_mode=onlin: unknown value; did you mean online?"),
     ("name=a/b", "name=a/b: must not contain a slash"),
     ("batch_size=4000", "5000 training samples are fewer than the 8000"),
+    ("task.loss=cross_entrpy", "task.loss=cross_entrpy: unknown name; did you mean cross_entropy?"),
+    ("task.metrics=[accurcy]", "task.metrics[0]=accurcy: unknown name; did you mean accuracy?"),
+    ("task.metrics=[nowhere:error]", "task.metrics[0]=nowhere:error: cannot be imported"),
+    ("task.metrics=[accuracy, accuracy]", "task.metrics=['accuracy', 'accuracy']: names a metric twice; give each once"),
+    ("task.metrics=[loss] + evaluation.targets=[.nan]", "evaluation.targets[0]=nan: must be a finite number"),
     # things that are not there
     ("task.name=cifar", "task.name=cifar: unknown task; did you mean cifar10?"),
     ("task.name=cifar10", "cifar-10-batches-bin/test_batch.bin not found"),

@@ -98,4 +98,4 @@ def test_a_run_by_steps_is_resumed_to_the_bit(tmp_path: Path) -> None:
     assert all(outcome.error is not None for outcome in outcomes)
     assert run_workers(2, resume.worker, given, fresh=True) == [0, 0]
     assert resume.record(tmp_path / "run") == resume.record(tmp_path / "whole")
-    assert [step for step in resume.traces(tmp_path / "run")[0]] == list(range(1, 27))
+    assert list(resume.traces(tmp_path / "run")[0]) == list(range(1, 27))

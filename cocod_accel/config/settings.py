@@ -70,7 +70,7 @@ class TaskConfig:
     label_skew: float | None = field(default=None, metadata=positive(null="all shards have the same distribution"))
     #: `cross_entropy`, `mse`, `model` (the model returns its loss), or `module:callable` of (outputs, targets).
     loss: str = "cross_entropy"
-    #: Any of `accuracy`, `bits_per_byte`, `squared_error`, `loss`, or `module:callable`; evaluation.targets are of the first.
+    #: Any of `accuracy`, `bits_per_byte`, `squared_error`, `loss`, or `module:callable`; targets are of the first.
     #: []: accuracy, and bits_per_byte of text.
     metrics: list[str] = field(default_factory=list)
     #: Use only the first training samples, for smoke tests.

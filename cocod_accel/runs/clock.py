@@ -53,7 +53,7 @@ class TrainingClock:
 
 @dataclass
 class TimeToAccuracy:
-    """The training time of the first evaluation at or above each target (``better="lower"``: at or below); not interpolated."""
+    """The training time of the first evaluation at or above each target, not interpolated; ``better="lower"``: or below."""
 
     targets: list[float]
     better: str = "higher"

@@ -15,7 +15,7 @@ from cocod_accel.config.strict import ConfigError, first_line
 from cocod_accel.tasks.data import DATASETS, Task, check_files, own_task
 from cocod_accel.tasks.facts import TaskFacts, known_facts
 from cocod_accel.tasks.metrics import task_loss, task_metrics
-from cocod_accel.tasks.models import MODELS
+from cocod_accel.tasks.models import MODELS, SEQUENCE_MODELS
 
 __all__ = [
     "DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "check_model", "check_task",
@@ -69,19 +69,30 @@ def build_model(config: Config, task: Task | TaskFacts) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.name={name}: returned a {type(model).__name__}, not a torch.nn.Module")
         return model
-    built: nn.Module = _known_model(config, task)(task.input_shape, task.num_classes)
+    kind = _known_model(config, task)
+    try:
+        built: nn.Module = kind(task.input_shape, task.num_classes, **config.model.args)
+    except ValueError as error:
+        raise ConfigError(f"model.args.{first_line(error)}") from error
     return built
 
 
 def _known_model(config: Config, task: TaskFacts | Task | None) -> Any:
     name = config.model.name
-    if config.model.args:
+    kind = _choose(MODELS, name, "model.name")
+    known = list(inspect.signature(kind).parameters)[2:]
+    if config.model.args and not known:
         raise ConfigError(f"model.args={config.model.args}: requires model.name=module:callable")
-    if task is not None and len(task.input_shape) != 3:
+    for key, value in config.model.args.items():
+        if key not in known:
+            raise ConfigError(f"model.args.{key}={value}: is not an option of {name}; it takes {', '.join(known)}")
+    wanted = "sequences" if name in SEQUENCE_MODELS else "images"
+    if task is not None and len(task.input_shape) != (1 if name in SEQUENCE_MODELS else 3):
+        fix = "use model.name=gpt or module:callable" if len(task.input_shape) == 1 else "use module:callable"
         raise ConfigError(
-            f"model.name={name}: requires images, but the task has inputs of shape {task.input_shape}; use module:callable"
+            f"model.name={name}: requires {wanted}, but the task has inputs of shape {task.input_shape}; {fix}"
         )
-    return _choose(MODELS, name, "model.name")
+    return kind
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:

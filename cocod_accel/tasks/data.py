@@ -27,6 +27,7 @@ from cocod_accel.config.strict import ConfigError
 from cocod_accel.extras import missing
 from cocod_accel.tasks.cifar import read_cifar_binary, read_cifar_pickle
 from cocod_accel.tasks.structure import to_device
+from cocod_accel.tasks.text import NUM_BYTES, Sequences, read_text_of
 
 #: Tensors in any structure (:mod:`cocod_accel.tasks.structure`); of what is held in memory, (inputs, labels).
 Batch = Any
@@ -83,10 +84,12 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 class Task:
     """Training and test data, and what a model must know about them."""
 
-    train: Images | Dataset[Any]
-    test: Images | Dataset[Any]
+    train: Images | Sequences | Dataset[Any]
+    test: Images | Sequences | Dataset[Any]
     input_shape: tuple[int, ...]
     num_classes: int
+    #: Of the data, where they are not always the same.
+    digest: str | None = None
 
     @property
     def num_train(self) -> int:
@@ -103,7 +106,7 @@ def _outlive_a_polite_end(worker: int) -> None:
 
 
 def batches(
-    data: Images | Dataset[Any],
+    data: Images | Sequences | Dataset[Any],
     indices: Tensor,
     batch_size: int,
     device: torch.device,
@@ -112,7 +115,7 @@ def batches(
     loader_workers: int = 0,
 ) -> Iterator[Batch]:
     """The samples at ``indices`` in that order, in batches, on ``device``; augmented if a generator is given."""
-    if isinstance(data, Images):
+    if isinstance(data, Images | Sequences):
         for chosen in indices.split(batch_size):
             yield data.batch(chosen, device, generator)
         return
@@ -371,6 +374,13 @@ def synthetic(config: Config) -> Task:
     return _limited(Task(parts[0], parts[1], shape, options["num_classes"]), config)
 
 
+def text(config: Config) -> Task:
+    """Bytes of files: task.args = {files, length, held_out}; default: the Python standard library's own sources"""
+    found, task = read_text_of(config), config.task
+    train, test = found.train.first(task.train_limit), found.test.first(task.test_limit)
+    return Task(train, test, (train.length,), NUM_BYTES, found.digest)
+
+
 def own_task(value: Any, config: Config) -> Task:
     """A task from a user's (train, test): two Datasets, or two pairs of tensors (inputs, labels)."""
     name = config.task.name
@@ -402,6 +412,7 @@ def own_task(value: Any, config: Config) -> Task:
 DATASETS: dict[str, Callable[[Config], Task]] = {
     "fashion_small": fashion_small,
     "synthetic": synthetic,
+    "text": text,
     "fashion_mnist": fashion_mnist,
     "mnist": mnist,
     "cifar10": cifar10,

@@ -1,7 +1,7 @@
 """Batches of any structure: tensors in tuples, lists and mappings, however deep.
 
-A tuple or list is (inputs..., targets): the model gets the inputs, the loss and the metrics the targets. A mapping is passed to
-the model by keyword, as Hugging Face models want it, and the loss gets the mapping; a lone tensor is input and target.
+A tuple or list is (inputs..., targets): the model gets the inputs, the loss and the metrics the targets. A mapping is passed
+to the model by keyword, as Hugging Face models want it, and the loss gets the mapping; a lone tensor is input and target.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from cocod_accel.tasks import Task, build_model, build_optimizer
 from cocod_accel.tasks.data import Batch, Images, batches
 from cocod_accel.tasks.metrics import floated, task_loss
 from cocod_accel.tasks.structure import outputs_and_targets, pieces
+from cocod_accel.tasks.text import Sequences
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
 
@@ -120,7 +121,7 @@ def sample_steps(config: Config, task: Task, accelerator: Accelerator, batch: in
 def _endless_batches(config: Config, task: Task, batch: int, rank: int, device: torch.device) -> Iterator[Batch]:
     generator = seeded_generator(config.seed, "calibration", rank)
     data = task.train
-    if not isinstance(data, Images):
+    if not isinstance(data, Images | Sequences):
         with contextlib.suppress(Exception):  # a user's own data may draw from a generator of its own; some cannot be copied
             data = copy.deepcopy(data)
     whole = task.num_train - task.num_train % batch

@@ -184,6 +184,7 @@ class Recorder:
             "algorithm": config.algorithm.name,
             "task": config.task.name,
             "model": config.model.name,
+            **({} if worker.task.digest is None else {"data_digest": worker.task.digest}),
             "seed": config.seed,
             "num_workers": len(rows),
             "workers_per_replica": config.cluster.workers_per_replica,

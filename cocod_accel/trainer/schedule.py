@@ -19,8 +19,8 @@ def learning_rate(
     """Gradual warm-up from the base to the scaled rate (Goyal et al. 2017), then division at the decay epochs.
 
     ``epoch`` counts from 0 and has a fraction: 80.0 is the beginning of the 81st epoch. ``cosine_until``: after the warm-up
-    the rate follows half a cosine to 0 at this epoch. ``stable_until``: from the first of these epochs it falls linearly to 0
-    at the second. With a schedule of steps, all of these count steps.
+    the rate follows half a cosine to 0 at this epoch. ``stable_until``: from the first of these epochs it falls linearly to
+    0 at the second. With a schedule of steps, all of these count steps.
     """
     if epoch < warmup_epochs:
         rate = base + (scaled - base) * epoch / warmup_epochs

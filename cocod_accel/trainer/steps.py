@@ -98,11 +98,8 @@ def score(
             for metric, sums_of in zip(metrics, found, strict=True):
                 if metric.values is not None:
                     values = torch.as_tensor(metric.values(outputs, targets))
-                    count = values.numel() if values.dim() else samples
-                    sums_of[0] += (
-                        values.double().mean().item() * count if values.dim() == 0 else values.double().sum().item()
-                    )
-                    sums_of[1] += count
+                    sums_of[0] += values.double().sum().item() * (1 if values.dim() else samples)
+                    sums_of[1] += values.numel() if values.dim() else samples
         most, own = (len(range(r, size, num_workers)) for r in (0, rank))
         size_of = config.evaluation.batch_size
         for _ in range(-(-most // size_of) - -(-own // size_of) if together else 0):

@@ -19,6 +19,7 @@ from cocod_accel.config.strict import ConfigError
 from cocod_accel.sharding.plan import WorkPlan, local_periods, plan_workers, steps_in_shards
 from cocod_accel.sharding.sampler import skewed_order
 from cocod_accel.tasks.data import Batch, Images, batches
+from cocod_accel.tasks.text import Sequences
 from cocod_accel.trainer.schedule import learning_rate, period_in_epoch, period_in_steps
 
 
@@ -81,7 +82,7 @@ class Work:
     def supply(
         self,
         config: Config,
-        data: Images | Dataset[Any],
+        data: Images | Sequences | Dataset[Any],
         epoch: int,
         device: torch.device,
         *,
@@ -92,7 +93,7 @@ class Work:
         """This worker's batches in an epoch, without the first ``skipped``; random crops and flips from ``generator``."""
         order = None
         if config.task.label_skew is not None:
-            if not isinstance(data, Images):
+            if not isinstance(data, Images | Sequences):
                 raise ConfigError(
                     f"task.label_skew={config.task.label_skew:g}: requires labels in memory; return (inputs, labels) tensors"
                 )
