@@ -113,7 +113,8 @@ class OuterConfig:
 class AlgorithmConfig:
     """How workers keep their models together."""
 
-    #: ssgd, pipe, local, cocod or asynlocal; or `module:Class`, your own subclass of `cocod_accel.Algorithm`.
+    #: ssgd, pipe, local, cocod, asynlocal, diloco or streaming_diloco; or `module:Class`, your own subclass of
+    #: `cocod_accel.Algorithm`.
     name: str = "cocod"
     #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]] (with schedule.steps: first steps), or
     #: (local, cocod) `auto`: as many as hide an average, measured before training and after every epoch.
@@ -121,7 +122,7 @@ class AlgorithmConfig:
     #: What happens to momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
     #: Steps after which a mean is merged (cocod), at most the longest period; `auto`: as few as hide it, measured before
-    #: training. null: at its round's end, as in the paper.
+    #: training. null: at its round's end, as in the paper (streaming_diloco: after 1 step).
     delay: Any = None
     #: How models are sent: fp32, or bf16, int8, int4, ternary or topk:SHARE of the change since the last mean. For gradients
     #: (ssgd, pipe) the same, and qsgd:BITS or terngrad. `auto` (local, cocod): the longest of fp32, bf16, int8, int4 and
@@ -132,7 +133,10 @@ class AlgorithmConfig:
     #: Share of its own progress since the launch that a worker keeps at a merge (cocod). 1: all of it, as in the paper; 0:
     #: workers restart from the common point. For long rounds and workers whose data differ.
     own_share: float = field(default=1.0, metadata=within("[0, 1]"))
-    #: Outer optimizer for the mean update (local, cocod, asynlocal). null: adopt the mean, as in the paper.
+    #: The part of its own parameters that a worker keeps at a merge (streaming_diloco). null: 0.5.
+    mix: float | None = field(default=None, metadata=within("[0, 1]"))
+    #: Outer optimizer for the mean update (all that average models). null: adopt the mean, as in the paper (diloco and
+    #: streaming_diloco: Nesterov with rate 0.7 and momentum 0.9).
     outer: OuterConfig | None = None
     #: Keyword arguments of a `module:Class`, besides the options above that its constructor takes.
     args: dict[str, Any] = field(default_factory=dict)

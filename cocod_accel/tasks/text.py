@@ -1,7 +1,7 @@
 """Byte-level text of files that are there: sequences to predict the next byte of.
 
-All files are read in a fixed order and joined, each followed by a zero byte; the model predicts every byte from those before it
-in its sequence. Every so many files are held out for evaluation. Without files it is the sources of Python's own standard
+All files are read in a fixed order and joined, each followed by a zero byte; the model predicts every byte from those before
+it in its sequence. Every so many files are held out for evaluation. Without files it is the sources of Python's own standard
 library, which every machine has; versions of Python differ in them, so a digest of what was read is recorded.
 """
 
@@ -111,7 +111,7 @@ def read_text_of(config: Config) -> Text:
 @functools.lru_cache(maxsize=2)
 def _read(files: tuple[Path, ...], length: int, held_out: int) -> Text:
     if len(files) < held_out:
-        raise ConfigError(f"task.args.held_out={held_out}: of {len(files)} files none would be held out; use {len(files)}")
+        raise ConfigError(f"task.args.held_out={held_out}: of {len(files)} files none would be held out; give more files")
     digest, size = hashlib.blake2b(digest_size=16), 0
     groups: dict[str, int] = {}
     parts: dict[bool, list[tuple[bytes, int]]] = {False: [], True: []}
@@ -132,9 +132,7 @@ def _read(files: tuple[Path, ...], length: int, held_out: int) -> Text:
         data = np.frombuffer(b"".join(content for content, _ in parts[is_test]), np.uint8).copy()
         num_sequences = (len(data) - 1) // length
         if num_sequences < 1:
-            raise ConfigError(
-                f"task.args.length={length}: is more than the {len(data)} bytes of the {which} files; use less"
-            )
+            raise ConfigError(f"task.args.length={length}: is more than all {len(data)} bytes of the {which} files")
         ends = np.cumsum([len(content) for content, _ in parts[is_test]])
         begun_in = np.searchsorted(ends, np.arange(num_sequences) * length, side="right")
         labels = np.array([group for _, group in parts[is_test]])[begun_in]
