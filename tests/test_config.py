@@ -435,7 +435,11 @@ def test_options_reach_the_constructors_that_take_them() -> None:
         assert (built.payload, built.optimizer_state) == ("bf16", "reset")
     built = build_algorithm(load_config(["algorithm.fragments=3"]).algorithm, 5)
     assert built.fragments == 3
-    for option, names in (("own_share", {"cocod"}), ("outer", {"cocod", "local", "asynlocal"})):
+    for option, names in (
+        ("own_share", {"cocod"}),
+        ("mix", {"streaming_diloco"}),
+        ("outer", {"cocod", "local", "asynlocal", "diloco", "streaming_diloco"}),
+    ):
         assert {name for name, kind in ALGORITHMS.items() if takes(kind, option)} == names
 
 
