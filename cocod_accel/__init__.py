@@ -24,8 +24,10 @@ try:
         Algorithm,
         AsynLocalSGD,
         CoCoDSGD,
+        DiLoCo,
         LocalSGD,
         PipeSGD,
+        StreamingDiLoCo,
     )
     from cocod_accel.averaging.rules import Outer
     from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
@@ -53,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "CoCoDSGD",
+    "DiLoCo",
     "LocalSGD",
     "Measured",
     "Outer",
@@ -60,6 +63,7 @@ __all__ = [
     "Resumed",
     "ShardSampler",
     "Stats",
+    "StreamingDiLoCo",
     "Sync",
     "WorkPlan",
     "attach",

@@ -159,8 +159,9 @@ def _last_words(summary: dict[str, Any] | None, config: Config, path: Path, trai
         how = "the same command resumes" if config.checkpoint.resume == "auto" else "resume with checkpoint.resume=auto"
         return f"{where}; {how} from {trainer.checkpoints.saved}"
     emulated = f" (emulated: {config.emulated})" if config.emulated else ""
+    name = trainer.worker.metric.name
     return (
-        f"{summary['name']}: accuracy {summary['final_accuracy']:.4f} (best {summary['best_accuracy']:.4f}) after "
+        f"{summary['name']}: {name} {summary[f'final_{name}']:.4f} (best {summary[f'best_{name}']:.4f}) after "
         f"{summary['train_seconds']:.1f} s of training{emulated}; {path}"
     )
 

@@ -54,10 +54,17 @@ def run(
     periods: Sequence[int | Sequence[tuple[int, int]]],
     skipped: Sequence[set[int]] | None = None,
     policy: str = "keep",
+    parts: Sequence[Sequence[int]] | None = None,
+    delay: int = 1,
+    mix: float = 0.5,
+    outer: tuple[float, float] = (0.7, 0.9),
 ) -> Trace:
     """Every worker's parameters after every step.
 
     ``policy``: what becomes of optimizer state at a merge. "reset": a new optimizer. "average": a weighted mean.
+
+    ``parts`` (numbers of parameters), ``delay`` and ``mix`` are of streaming DiLoCo, ``outer`` (rate, Nesterov momentum) of
+    it and of DiLoCo.
 
     ``batches[i][t]`` is worker i's batch at its step t; ``periods[i]`` its period; ``skipped[i]`` the steps at
     which it computes gradients and drops them.
@@ -125,6 +132,59 @@ def run(
             for i in range(n):
                 assign(models[i], mean)
                 trace[i][-1] = values(models[i])
+        return trace
+
+    if name in ("diloco", "streaming_diloco"):
+        every = [list(range(len(values(model))))] if parts is None else [list(part) for part in parts]
+        z, velocity = values(model), [torch.zeros_like(p) for p in values(model)]
+        flying: dict[int, tuple[int, list[Tensor]]] = {}  # by part: the step after which it is merged, the mean
+
+        def outer_step(part: int, mean: list[Tensor]) -> None:
+            rate, momentum = outer
+            for index in every[part]:
+                gradient = z[index] - mean[index]
+                velocity[index] = momentum * velocity[index] + gradient
+                z[index] = z[index] - rate * (gradient + momentum * velocity[index])
+
+        def arrive(part: int) -> None:
+            _, mean = flying.pop(part)
+            outer_step(part, mean)
+            for m in models:
+                now = values(m)
+                for index in every[part]:
+                    now[index] = mix * now[index] + (1 - mix) * z[index]
+                assign(m, now)
+
+        begun, k = 0, period_at(periods[0], 0)
+        for t in range(len(batches[0])):
+            for i in range(n):
+                local_step(i, t)
+            done = t + 1
+            for part in [part for part, (due, _) in flying.items() if due == done]:
+                arrive(part)
+                if part == 0:
+                    merge_optimizers()
+            sent = [part for part in range(1, len(every)) if done - begun == part * k // len(every)]
+            sent += [0] if done - begun == k else []
+            for part in sent if n > 1 else []:
+                mean = weighted_mean(models, w)
+                if name == "diloco":
+                    outer_step(part, mean)
+                    for m in models:
+                        now = values(m)
+                        for index in every[part]:
+                            now[index] = z[index].clone()
+                        assign(m, now)
+                    continue
+                if part in flying:
+                    arrive(part)
+                flying[part] = (done + min(delay, period_at(periods[0], done if part == 0 else begun)), mean)
+            if done - begun == k:
+                if name == "diloco":
+                    merge_optimizers()
+                begun, k = done, period_at(periods[0], done)
+            for i in range(n):
+                trace[i].append(values(models[i]))
         return trace
 
     assert name in ("local", "cocod"), f"no rule for {name} here; write it first"

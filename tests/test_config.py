@@ -200,7 +200,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("schedule.epochs=0", "schedule.epochs=0: must be at least 1"),
     ("schedule.warmup_epochs=-1", "schedule.warmup_epochs=-1.0: must not be negative"),
     ("schedule.warmup_epochs=99", "is more than schedule.epochs=8"),
-    ("schedule.decay=linear", "schedule.decay=linear: unknown value; choose from epochs, cosine"),
+    ("schedule.decay=linear", "schedule.decay=linear: unknown value; choose from epochs, cosine, wsd"),
     (
         "schedule.decay=cosine + schedule.decay_epochs=[3]",
         "schedule.decay_epochs=[3]: is not used with schedule.decay=cosine",
@@ -208,6 +208,33 @@ MISTAKES: list[tuple[str, str]] = [
     ("schedule.decay_epochs=[8]", "schedule.decay_epochs[0]=8: is after the last epoch"),
     ("schedule.decay_epochs=[4,3]", "schedule.decay_epochs[1]=3: must be positive and in increasing order"),
     ("schedule.decay_epochs=[0]", "must be positive"),
+    ("schedule.steps=0", "schedule.steps=0: must be at least 1"),
+    ("schedule.steps=10", "schedule.steps=10: and schedule.epochs=8: use one of them, and null for the other"),
+    (
+        "schedule.steps=10 + schedule.epochs=null",
+        "schedule.decay_epochs=[6]: is by epochs; with schedule.steps use cosine or wsd, and []",
+    ),
+    (
+        "schedule.steps=10 + schedule.epochs=null + schedule.decay_epochs=[] + schedule.warmup_steps=11",
+        "schedule.warmup_steps=11: is more than schedule.steps=10",
+    ),
+    (
+        "schedule.steps=10 + schedule.epochs=null + schedule.decay_epochs=[] + algorithm.period=[[0, 1], [10, 2]]",
+        "changes after the last step, with schedule.steps=10; use algorithm.period=2",
+    ),
+    (
+        "schedule.steps=10 + schedule.epochs=null + schedule.decay_epochs=[] + algorithm.name=asynlocal",
+        "schedule.steps=10: is not supported by asynlocal, whose workers take different steps; use epochs",
+    ),
+    ("schedule.warmup_steps=3", "schedule.warmup_steps=3: requires schedule.steps; use 0"),
+    ("schedule.decay_share=0", "schedule.decay_share=0.0: must be in (0, 1]"),
+    (
+        "evaluation.every_steps=3 + evaluation.every_epochs=2",
+        "evaluation.every_steps=3: and evaluation.every_epochs=2: use one of them, and 1 for the other",
+    ),
+    ("evaluation.every_steps=3 + algorithm.name=asynlocal", "evaluation.every_steps=3: is not supported by asynlocal"),
+    ("optimizer.clip_norm=0", "optimizer.clip_norm=0.0: must be positive; null: as they are"),
+    ("optimizer.accumulate=33", "optimizer.accumulate=33: is more than batch_size=32; use 32 at most"),
     ("schedule.decay_factor=0", "schedule.decay_factor=0.0: must be in (0, 1]"),
     ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: must be positive"),
     ("optimizer.learning_rate=nan", "optimizer.learning_rate=nan"),
@@ -267,6 +294,11 @@ MISTAKES: list[tuple[str, str]] = [
     ("logging.wandb_mode=onlin", "logging.wandb_mode=onlin: unknown value; did you mean online?"),
     ("name=a/b", "name=a/b: must not contain a slash"),
     ("batch_size=4000", "5000 training samples are fewer than the 8000"),
+    ("task.loss=cross_entrpy", "task.loss=cross_entrpy: unknown name; did you mean cross_entropy?"),
+    ("task.metrics=[accurcy]", "task.metrics[0]=accurcy: unknown name; did you mean accuracy?"),
+    ("task.metrics=[nowhere:error]", "task.metrics[0]=nowhere:error: cannot be imported"),
+    ("task.metrics=[accuracy, accuracy]", "task.metrics=['accuracy', 'accuracy']: names a metric twice; give each once"),
+    ("task.metrics=[loss] + evaluation.targets=[.nan]", "evaluation.targets[0]=nan: must be a finite number"),
     # things that are not there
     ("task.name=cifar", "task.name=cifar: unknown task; did you mean cifar10?"),
     ("task.name=cifar10", "cifar-10-batches-bin/test_batch.bin not found"),
@@ -339,7 +371,7 @@ def test_what_may_differ_between_runs() -> None:
     nowhere = {"name", "output", "task.data_dir", "task.download"}
     assert keys_that_may_differ(Affects.RUN) == {
         *nowhere,
-        *("loader_workers", "schedule.epochs"),
+        *("loader_workers", "schedule.epochs", "schedule.steps"),
         *in_sections("cluster", "evaluation", "checkpoint", "logging"),
     }
     assert keys_that_may_differ(Affects.FIGURES) == {
@@ -403,7 +435,11 @@ def test_options_reach_the_constructors_that_take_them() -> None:
         assert (built.payload, built.optimizer_state) == ("bf16", "reset")
     built = build_algorithm(load_config(["algorithm.fragments=3"]).algorithm, 5)
     assert built.fragments == 3
-    for option, names in (("own_share", {"cocod"}), ("outer", {"cocod", "local", "asynlocal"})):
+    for option, names in (
+        ("own_share", {"cocod"}),
+        ("mix", {"streaming_diloco"}),
+        ("outer", {"cocod", "local", "asynlocal", "diloco", "streaming_diloco"}),
+    ):
         assert {name for name, kind in ALGORITHMS.items() if takes(kind, option)} == names
 
 

@@ -226,6 +226,13 @@ def test_an_epoch_of_the_trainer_waits_for_what_is_known(algorithm: Algorithm) -
         at, guard = Position(seed=0), LossGuard(0)
         sync.control.listen()
         sync.control.guard = lambda: guard.check(at.step)
+
+        def step_backward(batch: Any) -> torch.Tensor:
+            loss = loss_of(module, batch)
+            guard.note(loss)
+            backward(module, sync)
+            return loss.detach()
+
         worker = SimpleNamespace(
             rank=0,
             at=at,
@@ -235,8 +242,7 @@ def test_an_epoch_of_the_trainer_waits_for_what_is_known(algorithm: Algorithm) -
             losses=torch.zeros((), device=CUDA),
             work=SimpleNamespace(steps=[STEPS], all_samples_per_own=lambda epoch: 2.0, learning_rate=lambda *_: 0.1),
             batches=lambda epoch: (data.batch(torch.arange(4), CUDA, torch.Generator()) for _ in range(STEPS)),
-            loss=lambda inputs, labels: loss_of(module, inputs, labels),
-            accelerator=SimpleNamespace(backward=lambda loss: backward(module, sync)),
+            backward=step_backward,
             optimizer=optimizer,
             now_at=lambda where: None,
         )

@@ -44,5 +44,5 @@ def test_only_comm_calls_collectives() -> None:
 
 def test_every_algorithm_is_registered_under_its_name() -> None:
     assert {name: cls.name for name, cls in cocod_accel.ALGORITHMS.items()} == {
-        name: name for name in ("ssgd", "pipe", "local", "cocod", "asynlocal")
+        name: name for name in ("ssgd", "pipe", "local", "cocod", "asynlocal", "diloco", "streaming_diloco")
     }

@@ -45,7 +45,18 @@ TREES = (
 #: The public interface in the order in which a reader meets it; the rest of ``cocod_accel.__all__`` would be an error.
 API = {
     "Attaching": ("attach", "Sync", "Stats"),
-    "Algorithms": ("Algorithm", "SSGD", "PipeSGD", "LocalSGD", "CoCoDSGD", "AsynLocalSGD", "Outer", "ALGORITHMS"),
+    "Algorithms": (
+        "Algorithm",
+        "SSGD",
+        "PipeSGD",
+        "LocalSGD",
+        "CoCoDSGD",
+        "AsynLocalSGD",
+        "DiLoCo",
+        "StreamingDiLoCo",
+        "Outer",
+        "ALGORITHMS",
+    ),
     "Batches by speed": ("measure_speeds", "Measured", "plan_workers", "WorkPlan", "ShardSampler", "pass_through"),
     "Checkpoints": ("Checkpoints", "Resumed", "CheckpointError", "export_model"),
     "Sharded models": ("node_mpu", "node_parallelism", "zero_inside"),

@@ -1,13 +1,15 @@
-"""The five algorithms of the paper's comparison, by name."""
+"""The five algorithms of the paper's comparison, and two to compare with, by name."""
 
 from __future__ import annotations
 
 from cocod_accel.algorithms.asynlocal import AsynLocalSGD
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.algorithms.cocod import CoCoDSGD
+from cocod_accel.algorithms.diloco import DiLoCo
 from cocod_accel.algorithms.local import LocalSGD
 from cocod_accel.algorithms.pipe import PipeSGD
 from cocod_accel.algorithms.ssgd import SSGD
+from cocod_accel.algorithms.streaming_diloco import StreamingDiLoCo
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "ssgd": SSGD,
@@ -15,6 +17,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "local": LocalSGD,
     "cocod": CoCoDSGD,
     "asynlocal": AsynLocalSGD,
+    "diloco": DiLoCo,
+    "streaming_diloco": StreamingDiLoCo,
 }
 
-__all__ = ["ALGORITHMS", "SSGD", "Algorithm", "AsynLocalSGD", "Bucket", "CoCoDSGD", "LocalSGD", "PipeSGD"]
+__all__ = [
+    "ALGORITHMS", "SSGD", "Algorithm", "AsynLocalSGD", "Bucket", "CoCoDSGD", "DiLoCo", "LocalSGD", "PipeSGD",
+    "StreamingDiLoCo",
+]  # fmt: skip

@@ -76,6 +76,8 @@ class Algorithm:
     delay: int | None = None
     #: The part of its own steps since a launch that a worker keeps when the mean arrives.
     own_share: float = 1.0
+    #: In the place of it: the part of its own parameters that a worker keeps, as in streaming DiLoCo.
+    mix: float | None = None
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class Algorithm:
         optimizers: Sequence[Optimizer],
     ) -> Replica:
         """One worker's model, averaged in the way that this algorithm asks for."""
-        rule = Rule(self.outer, self.own_share)
+        rule = Rule(self.outer, self.own_share, self.mix)
         codec = "fp32" if self.reduces_gradients else self.payload
         replica = Replica(parameters, buffers, route, rule=rule, codec=codec, num_parts=self.fragments)
         if self.optimizer_state == "average":

@@ -67,6 +67,13 @@ def check_own_share(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def check_mix(value: object) -> float:
+    """The part of its own parameters that a worker keeps at a merge."""
+    if not _is_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
+        raise ValueError(f"mix={value!r} is not in [0, 1]; use 0.5 for the paper's rule")
+    return float(value)  # type: ignore[arg-type]
+
+
 def check_outer(value: object) -> Outer:
     if value is None:
         return Outer()
@@ -81,7 +88,7 @@ class Rule:
 
     outer: Outer = Outer()
     own_share: float = 1.0
-    #: m of x <- m x + (1 - m) z, in the place of own_share; no algorithm asks for it yet (streaming DiLoCo would).
+    #: m of x <- m x + (1 - m) z, in the place of own_share, as in streaming DiLoCo.
     mix: float | None = None
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cocod_accel.config.rules import validate
+from cocod_accel.config.settings import ACCURACY, DEFAULT_EPOCHS, DEFAULT_TARGETS
 from cocod_accel.config.settings import MEASURE as MEASURE
 from cocod_accel.config.settings import Config as Config
 from cocod_accel.config.settings import TaskConfig as TaskConfig
@@ -61,6 +62,10 @@ def merged_config(arguments: list[str]) -> Config:
         one_by_one = [_override(override) for override in overrides]  # to name the one that is wrong
         config = resolved(merge_strictly(Config, from_files, one_by_one))
     assert isinstance(config, Config)
+    if config.schedule.epochs is None and config.schedule.steps is None:
+        config.schedule.epochs = DEFAULT_EPOCHS
+    if config.metrics[0] != ACCURACY and config.evaluation.targets == list(DEFAULT_TARGETS):
+        config.evaluation.targets = []
     config.cluster.speeds = _read_speeds(config.cluster.speeds)
     return config
 

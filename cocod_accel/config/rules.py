@@ -11,7 +11,7 @@ from typing import Any
 
 from cocod_accel.config.algorithms import algorithm_class, build_algorithm, takes
 from cocod_accel.config.fields import check_fields
-from cocod_accel.config.settings import MEASURE, Config
+from cocod_accel.config.settings import ACCURACY, MEASURE, Config
 from cocod_accel.config.strict import ConfigError, require
 from cocod_accel.sharding.plan import check_speeds, plan_workers
 from cocod_accel.theory.hiding import AUTO
@@ -33,9 +33,26 @@ def validate(config: Config) -> None:
     _validate_slowdown(config)
     skew, across = config.task.label_skew, config.cluster.shuffle == "across"
     require(skew is None or not across, "task.label_skew", skew, "requires fixed shards; use cluster.shuffle=within")
-    epochs, every = config.schedule.epochs, config.evaluation.every_epochs
-    rule = f"is more than schedule.epochs={epochs}, so nothing would ever be evaluated"
-    require(every <= epochs, "evaluation.every_epochs", every, rule)
+    _validate_evaluation(config)
+
+
+def _validate_evaluation(config: Config) -> None:
+    epochs, steps = config.schedule.epochs, config.schedule.steps
+    by_epochs, by_steps = config.evaluation.every_epochs, config.evaluation.every_steps
+    if epochs is not None:
+        rule = f"is more than schedule.epochs={epochs}, so nothing would ever be evaluated"
+        require(by_epochs <= epochs, "evaluation.every_epochs", by_epochs, rule)
+    for index, target in enumerate(config.evaluation.targets):
+        key, is_share = f"evaluation.targets[{index}]", config.metrics[0] == ACCURACY
+        require(not is_share or 0 < target <= 1, key, target, "must be a share in (0, 1], e.g. 0.85")
+        require(math.isfinite(target), key, target, "must be a finite number")
+    if by_steps is None:
+        return
+    key, name = "evaluation.every_steps", config.algorithm.name
+    require(steps is None or by_steps <= steps, key, by_steps, f"is more than schedule.steps={steps}; use {steps}")
+    require(by_epochs == 1, key, by_steps, f"and evaluation.every_epochs={by_epochs}: use one of them, and 1 for the other")
+    same = algorithm_class(name).same_period
+    require(same, key, by_steps, f"is not supported by {name}, whose workers take different steps; use every_epochs")
 
 
 def _validate_name(config: Config) -> None:
@@ -58,11 +75,26 @@ def _validate_momentum(config: Config) -> None:
 
 
 def _validate_schedule(config: Config) -> None:
-    epochs = config.schedule.epochs
+    schedule, name = config.schedule, config.algorithm.name
+    epochs, steps, given = schedule.epochs, schedule.steps, schedule.decay_epochs
+    pieces, batch = config.optimizer.accumulate, config.batch_size
+    require(pieces <= batch, "optimizer.accumulate", pieces, f"is more than batch_size={batch}; use {batch} at most")
+    is_used = schedule.decay == "epochs" or not given
+    rule = f"is not used with schedule.decay={schedule.decay}; use schedule.decay_epochs=[]"
+    require(is_used, "schedule.decay_epochs", given, rule)
+    if steps is not None:
+        rule = f"and schedule.epochs={epochs}: use one of them, and null for the other"
+        require(epochs is None, "schedule.steps", steps, rule)
+        same = algorithm_class(name).same_period
+        require(same, "schedule.steps", steps, f"is not supported by {name}, whose workers take different steps; use epochs")
+        require(not given, "schedule.decay_epochs", given, "is by epochs; with schedule.steps use cosine or wsd, and []")
+        warm = schedule.warmup_steps
+        require(warm <= steps, "schedule.warmup_steps", warm, f"is more than schedule.steps={steps}")
+        return
+    require(schedule.warmup_steps == 0, "schedule.warmup_steps", schedule.warmup_steps, "requires schedule.steps; use 0")
+    require(epochs is not None, "schedule.epochs", None, "requires schedule.steps; state one of them")
+    assert epochs is not None
     previous = 0
-    given = config.schedule.decay_epochs
-    is_used = config.schedule.decay == "epochs" or not given
-    require(is_used, "schedule.decay_epochs", given, "is not used with schedule.decay=cosine; use schedule.decay_epochs=[]")
     for index, epoch in enumerate(config.schedule.decay_epochs):
         key = f"schedule.decay_epochs[{index}]"
         require(epoch > previous, key, epoch, "must be positive and in increasing order")
@@ -80,7 +112,9 @@ def _validate_schedule(config: Config) -> None:
 
 def _validate_algorithm(config: Config) -> None:
     """The period in epochs, and whatever the algorithm itself refuses."""
-    options, epochs = config.algorithm, config.schedule.epochs
+    options, schedule = config.algorithm, config.schedule
+    unit, length = ("epoch", schedule.epochs) if schedule.steps is None else ("step", schedule.steps)
+    assert length is not None
     name, given = options.name, options.period
     kind = algorithm_class(name)
     allowed, policy = kind.optimizer_policies, options.optimizer_state
@@ -104,7 +138,9 @@ def _validate_algorithm(config: Config) -> None:
     try:
         pairs = config.period_by_epoch
     except (TypeError, ValueError) as error:
-        message = str(error).replace("step 0", "epoch 0").replace("first steps", "first epochs")
+        message = str(error)
+        if unit == "epoch":
+            message = message.replace("step 0", "epoch 0").replace("first steps", "first epochs")
         message = message.replace("such as period=[[0, 1], [200, 5]]", "such as period=[[0, 1], [10, 5]]")
         raise ConfigError(f"algorithm.{message}") from error
     for _, steps in pairs:
@@ -112,8 +148,8 @@ def _validate_algorithm(config: Config) -> None:
     build_algorithm(options, pairs)
     for first, _ in pairs:
         fix = f"algorithm.period={pairs[-1][1]}"
-        rule = f"changes after the last epoch, with schedule.epochs={epochs}; use {fix}"
-        require(first < epochs, "algorithm.period", [list(pair) for pair in pairs], rule)
+        rule = f"changes after the last {unit}, with schedule.{unit}s={length}; use {fix}"
+        require(first < length, "algorithm.period", [list(pair) for pair in pairs], rule)
 
 
 def _validate_cluster(config: Config) -> None:
@@ -187,6 +223,9 @@ def _validate_shard(config: Config) -> None:
     # Both train whole models on one worker, to time it.
     require(cluster.speeds != MEASURE, key, shard, "models are not measured on one worker; give cluster.speeds as a list")
     require(not config.has_auto_code, key, shard, "requires a payload and a delay that are stated")
+    clip, pieces = config.optimizer.clip_norm, config.optimizer.accumulate
+    require(clip is None, "optimizer.clip_norm", clip, "is not supported with cluster.shard; use null")
+    require(pieces == 1, "optimizer.accumulate", pieces, "is not supported with cluster.shard; use 1")
     state = config.algorithm.optimizer_state
     require(state != "average", "algorithm.optimizer_state", state, "is not averaged of sharded models; use keep or reset")
     speeds = config.speeds
@@ -197,7 +236,7 @@ def _validate_shard(config: Config) -> None:
 
 
 def _validate_slowdown(config: Config) -> None:
-    slowdown = config.emulate.slowdown
+    slowdown, epochs = config.emulate.slowdown, config.schedule.epochs
     if slowdown is None:
         return
     _require_list(slowdown, "emulate.slowdown", "must be a list such as [1, 2], one factor per worker")
@@ -210,9 +249,8 @@ def _validate_slowdown(config: Config) -> None:
         firsts = [first for first, _ in pairs]
         in_order = all(type(first) is int for first in firsts) and firsts == sorted(set(firsts)) and firsts[0] == 0
         require(in_order, key, entry, "must start at epoch 0, with increasing epochs")
-        require(
-            firsts[-1] < config.schedule.epochs, key, entry, f"changes after epoch {config.schedule.epochs - 1}, the last"
-        )
+        if epochs is not None:
+            require(firsts[-1] < epochs, key, entry, f"changes after epoch {epochs - 1}, the last")
         for _, factor in pairs:
             good = _is_number(factor) and math.isfinite(factor) and factor >= 1
             require(good, key, factor, "must be finite and at least 1; to emulate a faster worker, slow the others down")

@@ -29,6 +29,12 @@ from cocod_accel.theory.hiding import AUTO
 
 #: The value of ``cluster.speeds`` that has them measured.
 MEASURE = "measure"
+#: The metric of classification.
+ACCURACY = "accuracy"
+#: Of accuracy, where none are stated.
+DEFAULT_TARGETS = (0.7, 0.75, 0.8, 0.85)
+#: Epochs, where neither they nor steps are stated.
+DEFAULT_EPOCHS = 8
 
 
 def may_differ(key: str, affected: Affects) -> bool:
@@ -62,6 +68,11 @@ class TaskConfig:
     #: Label-skewed shards: each worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller it is,
     #: the fewer classes a worker has; 0.1 gives most workers two or three. null: all shards have the same distribution.
     label_skew: float | None = field(default=None, metadata=positive(null="all shards have the same distribution"))
+    #: `cross_entropy`, `mse`, `model` (the model returns its loss), or `module:callable` of (outputs, targets).
+    loss: str = "cross_entropy"
+    #: Any of `accuracy`, `bits_per_byte`, `squared_error`, `loss`, or `module:callable`; targets are of the first.
+    #: []: accuracy, and bits_per_byte of text.
+    metrics: list[str] = field(default_factory=list)
     #: Use only the first training samples, for smoke tests.
     train_limit: int | None = field(default=None, metadata=at_least(1))
     #: Use only the first test samples.
@@ -102,15 +113,16 @@ class OuterConfig:
 class AlgorithmConfig:
     """How workers keep their models together."""
 
-    #: ssgd, pipe, local, cocod or asynlocal; or `module:Class`, your own subclass of `cocod_accel.Algorithm`.
+    #: ssgd, pipe, local, cocod, asynlocal, diloco or streaming_diloco; or `module:Class`, your own subclass of
+    #: `cocod_accel.Algorithm`.
     name: str = "cocod"
-    #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]], or (local, cocod) `auto`: as many as
-    #: hide an average, measured before training and after every epoch.
+    #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]] (with schedule.steps: first steps), or
+    #: (local, cocod) `auto`: as many as hide an average, measured before training and after every epoch.
     period: Any = 5
     #: What happens to momentum and other optimizer state at a merge: keep, reset, or (local, asynlocal) average.
     optimizer_state: str = "keep"
     #: Steps after which a mean is merged (cocod), at most the longest period; `auto`: as few as hide it, measured before
-    #: training. null: at its round's end, as in the paper.
+    #: training. null: at its round's end, as in the paper (streaming_diloco: after 1 step).
     delay: Any = None
     #: How models are sent: fp32, or bf16, int8, int4, ternary or topk:SHARE of the change since the last mean. For gradients
     #: (ssgd, pipe) the same, and qsgd:BITS or terngrad. `auto` (local, cocod): the longest of fp32, bf16, int8, int4 and
@@ -121,7 +133,10 @@ class AlgorithmConfig:
     #: Share of its own progress since the launch that a worker keeps at a merge (cocod). 1: all of it, as in the paper; 0:
     #: workers restart from the common point. For long rounds and workers whose data differ.
     own_share: float = field(default=1.0, metadata=within("[0, 1]"))
-    #: Outer optimizer for the mean update (local, cocod, asynlocal). null: adopt the mean, as in the paper.
+    #: The part of its own parameters that a worker keeps at a merge (streaming_diloco). null: 0.5.
+    mix: float | None = field(default=None, metadata=within("[0, 1]"))
+    #: Outer optimizer for the mean update (all that average models). null: adopt the mean, as in the paper (diloco and
+    #: streaming_diloco: Nesterov with rate 0.7 and momentum 0.9).
     outer: OuterConfig | None = None
     #: Keyword arguments of a `module:Class`, besides the options above that its constructor takes.
     args: dict[str, Any] = field(default_factory=dict)
@@ -143,18 +158,30 @@ class OptimizerConfig:
     weight_decay: float = field(default=1e-4, metadata=not_negative())
     #: Nesterov momentum for sgd.
     nesterov: bool = False
+    #: Scale a worker's gradients down to at most this norm before every step; null: as they are.
+    clip_norm: float | None = field(default=None, metadata=positive(null="as they are"))
+    #: Compute each batch in this many pieces and add up their gradients: the same step in less memory.
+    accumulate: int = field(default=1, metadata=at_least(1))
 
 
 @dataclass
 class ScheduleConfig:
     """How long to train, and with which learning rates."""
 
-    #: Passes over the training set.
-    epochs: int = field(default=8, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL))
-    #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one.
+    #: Passes over the training set; null with steps (and 8 if neither is stated).
+    epochs: int | None = field(default=None, metadata=at_least(1, most=1_000_000) | affects(Affects.FIGURES | Affects.CELL))
+    #: Steps of every worker, in the place of epochs: data are passed over as often as that takes.
+    steps: int | None = field(default=None, metadata=at_least(1) | affects(Affects.FIGURES | Affects.CELL))
+    #: Epochs over which the learning rate grows, step by step, from the base rate to the scaled one. With steps, see
+    #: warmup_steps.
     warmup_epochs: float = field(default=1.0, metadata=not_negative())
-    #: How the learning rate falls after the warm-up: `epochs`: at decay_epochs; `cosine`: half a cosine, to 0 at the end.
-    decay: str = field(default="epochs", metadata=one_of("epochs", "cosine"))
+    #: With steps: the steps over which the learning rate grows, linearly from almost 0 to the scaled rate.
+    warmup_steps: int = field(default=0, metadata=at_least(0))
+    #: How the learning rate falls after the warm-up: `epochs`: at decay_epochs; `cosine`: half a cosine, to 0 at the end;
+    #: `wsd`: not at all (stable) until the last decay_share of the run, then linearly to 0.
+    decay: str = field(default="epochs", metadata=one_of("epochs", "cosine", "wsd"))
+    #: The last part of the run over which `wsd` lowers the learning rate.
+    decay_share: float = field(default=0.2, metadata=within("(0, 1]"))
     #: The learning rate is multiplied by decay_factor at the beginning of these epochs, counted from 0.
     decay_epochs: list[int] = field(default_factory=list)
     #: Factor applied at each of decay_epochs.
@@ -223,15 +250,15 @@ class EmulateConfig:
 class EvaluationConfig:
     """When the averaged model is tested, and against which accuracies."""
 
-    #: Evaluate every this many epochs, and always after the last one.
+    #: Evaluate every this many epochs, and always at the end.
     every_epochs: int = field(default=1, metadata=at_least(1))
+    #: Evaluate every this many steps instead, and always at the end.
+    every_steps: int | None = field(default=None, metadata=at_least(1))
     #: Batch size for evaluation, on every worker.
     batch_size: int = field(default=250, metadata=at_least(1) | affects(Affects.CELL))
-    #: Report the training time at which each of these accuracies was first reached.
-    targets: list[float] = field(
-        default_factory=lambda: [0.7, 0.75, 0.8, 0.85],
-        metadata=must("must be a share in (0, 1], e.g. 0.85", lambda v: 0 < v <= 1) | affects(Affects.NOTHING),
-    )
+    #: Report the training time at which each of these accuracies, or values of the first of task.metrics, was first reached.
+    #: Where that is not accuracy, there are none unless they are stated.
+    targets: list[float] = field(default_factory=lambda: list(DEFAULT_TARGETS), metadata=affects(Affects.NOTHING))
     #: Also compute the averaged model's loss on the training data (built-in data: without augmentation): `mean_train_loss`
     #: in rows. `train_loss` is the mean of the losses that the workers' own models had while training.
     training_loss: bool = field(default=False, metadata=affects(Affects.CELL))
@@ -307,6 +334,11 @@ class Config:
     def run_name(self) -> str:
         sampling = "-ps" if self.cluster.proportional else ""
         return self.name or f"{self.algorithm.name}{sampling}-{self.task.name}-seed{self.seed}".replace(":", ".")
+
+    @property
+    def metrics(self) -> list[str]:
+        """What evaluations measure; the first is what targets are of."""
+        return list(self.task.metrics) or ["bits_per_byte" if self.task.name == "text" else ACCURACY]
 
     @property
     def speeds(self) -> list[float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from cocod_accel.config.fields import Affects
-from cocod_accel.config.settings import may_differ
+from cocod_accel.config.settings import ACCURACY, may_differ
 from cocod_accel.runs.reading import MEASURES, Run, time_to_target
 
 #: Already part of every label.
@@ -98,6 +98,17 @@ class Comparison:
         return next((group for group in self.groups if group.label == label), None)
 
     @property
+    def metric(self) -> str:
+        """What ``accuracy`` stands for."""
+        return next((group.first.metric for group in self.groups if group.has_learnt), ACCURACY)
+
+    @property
+    def goal(self) -> str:
+        """The target in words: an accuracy in percent."""
+        assert self.target is not None
+        return f"{100 * self.target:.4g}%" if self.metric == ACCURACY else f"{self.metric} {self.target:g}"
+
+    @property
     def has_learnt(self) -> bool:
         """Whether any group has an accuracy."""
         return any(group.has_learnt for group in self.groups)
@@ -105,7 +116,10 @@ class Comparison:
 
 def compare(runs: Sequence[Run], target: float | None = None, baseline: str | None = None) -> Comparison:
     """Group, measure and rank. ``baseline``: an algorithm, or the label of a group; default: ssgd, else the first group."""
-    if target is not None and not 0 < target <= 1:
+    kinds = sorted({run.metric for run in runs if run.has_learnt})
+    if len(kinds) > 1:
+        raise ValueError(f"RUN: these measure different things ({', '.join(kinds)}); compare runs of one metric")
+    if target is not None and kinds in ([], [ACCURACY]) and not 0 < target <= 1:
         raise ValueError(f"--target={target:g}: must be a share in (0, 1], e.g. 0.85")
     groups = grouped(runs)
     if target is None:
@@ -122,7 +136,7 @@ def compare(runs: Sequence[Run], target: float | None = None, baseline: str | No
 def _rank(group: Group) -> tuple[bool, float, float, float]:
     """By time to the target, then by accuracy, then by speed."""
     time = math.inf if group.time is None or math.isnan(group.time.mean) else group.time.mean
-    accuracy = group.stats["best_accuracy"].mean if group.has_learnt else 0.0
+    accuracy = group.first.score(group.stats["best_accuracy"].mean) if group.has_learnt else 0.0
     return (not group.first.is_finished, time, -accuracy, -group.stats["samples_per_second"].mean)
 
 
@@ -216,7 +230,7 @@ def common_target(runs: Sequence[Run]) -> float | None:
     reached = {target: [time_to_target(run, target) is not None for run in runs] for target in targets}
     by_all = [target for target, those in reached.items() if all(those)]
     by_any = [target for target, those in reached.items() if any(those)]
-    return max(by_all or by_any, default=None)
+    return max(by_all or by_any, key=runs[0].score if runs else None, default=None)
 
 
 def setting(group: Group, without: frozenset[str] = frozenset()) -> frozenset[tuple[str, str]]:

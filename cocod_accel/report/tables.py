@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cocod_accel.config.settings import ACCURACY
 from cocod_accel.report.groups import Comparison, Group, Stat, setting
 from cocod_accel.runs.reading import MEASURES, time_to_target
 from cocod_accel.runs.tables import aligned
@@ -38,12 +39,19 @@ def columns(comparison: Comparison) -> list[Column]:
         Column("workers", "number of workers", lambda g: str(g.first.num_workers), lambda g: g.first.num_workers),
     ]
     if comparison.target is not None and comparison.has_learnt:
-        goal = percent(comparison.target)
+        goal = comparison.goal
+        side = "below" if comparison.groups[0].first.is_lower_better else "above"
         result += [
-            Column(f"s to {goal}", f"training seconds at the first evaluation at or above {goal}", time_text, _time_value),
+            Column(f"s to {goal}", f"training seconds at the first evaluation at or {side} {goal}", time_text, _time_value),
             Column("speedup", f"the baseline's mean seconds to {goal} over this row's", speedup_text, _speedup_value),
         ]
-    if comparison.has_learnt:
+    if comparison.has_learnt and comparison.metric != ACCURACY:
+        name = comparison.metric
+        result += [
+            measure(f"best {name}", f"best {name} of the averaged model on the test set", "best_accuracy", _four),
+            measure(f"final {name}", f"{name} at the end", "final_accuracy", _four),
+        ]
+    elif comparison.has_learnt:
         result += [
             measure("best %", "best test accuracy of the averaged model", "best_accuracy", _two, 100),
             measure("final %", "test accuracy at the end", "final_accuracy", _two, 100),
@@ -76,6 +84,10 @@ def _one(value: float) -> str:
 
 def _two(value: float) -> str:
     return f"{value:.2f}"
+
+
+def _four(value: float) -> str:
+    return f"{value:.4f}"
 
 
 def with_spread(stat: Stat, show: Callable[[float], str], factor: float = 1.0) -> str:
@@ -184,7 +196,12 @@ def results_csv(comparison: Comparison) -> str:
                 " ".join(run.name for run in group.runs),
             ]
         )
-    return _csv(header, rows)
+    return _csv(_named(header, comparison), rows)
+
+
+def _named(header: Sequence[str], comparison: Comparison) -> list[str]:
+    """Columns of an accuracy under the name of what they hold."""
+    return [name.replace(ACCURACY, comparison.metric) for name in header]
 
 
 def runs_csv(comparison: Comparison) -> str:
@@ -197,7 +214,7 @@ def runs_csv(comparison: Comparison) -> str:
         values = [measures[key] for key in MEASURES]
         identity = [run.name, label, run.seed, run.num_workers, run.clock, run.is_finished]
         rows.append([*identity, comparison.target, seconds, *values])
-    return _csv(header, rows)
+    return _csv(_named(header, comparison), rows)
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -236,7 +253,7 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     assert comparison.target is not None
-    goal, first = percent(comparison.target), groups[0]  # ranked
+    goal, first = comparison.goal, groups[0]  # ranked
     if first.time is None or math.isnan(first.time.mean):
         return [f"no configuration reaches {goal} in all its runs"]
     line = f"{first.label} reaches {goal} first, after {with_spread(first.time, _one)} s"
@@ -249,7 +266,7 @@ def _verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     lines = [line]
     if baseline is not None and first.speedup is not None:
         lines = [
-            f"{line}: {first.speedup:.2f} times as fast as {baseline.label}; final accuracy {_final(first)}, "
+            f"{line}: {first.speedup:.2f} times as fast as {baseline.label}; final {comparison.metric} {_final(first)}, "
             f"{baseline.label}'s {_final(baseline)}",
             f"waiting for communication: {_share(first)} of its training time, {_share(baseline)} of {baseline.label}'s",
         ]
@@ -271,6 +288,8 @@ def _speed_verdict(comparison: Comparison, groups: Sequence[Group]) -> list[str]
 
 
 def _final(group: Group) -> str:
+    if not group.first.is_share:
+        return with_spread(group.stats["final_accuracy"], _four)
     return f"{with_spread(group.stats['final_accuracy'], _two, 100)}%"
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from cocod_accel.config.settings import ACCURACY
 from cocod_accel.config.strict import printable
 from cocod_accel.runs.reading import Run, checked, is_number, read_parts
 from cocod_accel.runs.spans import COMPUTE, Span, read_spans, shares
@@ -36,6 +37,8 @@ class Snapshot:
     #: Epochs completed, with the fraction of the current one if known.
     done_epochs: float = 0.0
     num_steps: int | None = None
+    #: What ``accuracy`` is.
+    metric: str = ACCURACY
     accuracy: float | None = None
     best_accuracy: float | None = None
     loss: float | None = None
@@ -59,13 +62,14 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
     seconds = next((float(r["train_seconds"]) for r in reversed(rows) if is_number(r.get("train_seconds"))), None)
     counted = [row for row in evaluations if is_number(row.get("step")) and is_number(row.get("epoch")) and row["epoch"] > 0]
     per_epoch = counted[-1]["step"] / counted[-1]["epoch"] if counted and counted[-1]["step"] > 0 else None
-    num_steps = None if per_epoch is None else round(per_epoch * run.epochs)
+    num_steps = run.steps if run.steps or per_epoch is None else round(per_epoch * run.epochs)
     started = max((int(row["epoch"]) - 1 for row in training if is_number(row.get("epoch"))), default=0)
     done = started if per_epoch is None else min(step / per_epoch, run.epochs)
     left = None
     if num_steps is not None and seconds is not None and step > 0:
         left = max(seconds / step * (num_steps - step) * _overhead(spans, rows) - row_age_seconds, 0.0)
     accuracies = [float(row["accuracy"]) for row in evaluations]
+    best = max(accuracies, key=run.score, default=None)
     return Snapshot(
         name=run.name,
         epochs=run.epochs,
@@ -73,7 +77,8 @@ def snapshot(run: Run, spans: list[Span], row_age_seconds: float = 0.0) -> Snaps
         done_epochs=done,
         num_steps=num_steps,
         accuracy=accuracies[-1] if accuracies else None,
-        best_accuracy=max(accuracies, default=None),
+        best_accuracy=best,
+        metric=run.metric,
         loss=next((float(row["loss"]) for row in reversed(training) if is_number(row.get("loss"))), None),
         train_seconds=seconds,
         waits=_waits(spans),
@@ -113,7 +118,7 @@ def lines(now: Snapshot) -> list[str]:
         f"{now.name}{'' if now.clock == 'real' else f' ({now.clock})'}",
         f"[{bar}] {share:4.0%}  epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}, {steps}",
         f"time left  {left}",
-        f"accuracy   {_percent(now.accuracy)} (best {_percent(now.best_accuracy)})",
+        f"{now.metric:<10} {_shown(now.metric, now.accuracy)} (best {_shown(now.metric, now.best_accuracy)})",
         f"loss       {'-' if now.loss is None else f'{now.loss:.4f}'}",
         f"training   {'-' if now.train_seconds is None else duration(now.train_seconds)}",
     ]
@@ -128,8 +133,8 @@ def lines(now: Snapshot) -> list[str]:
     return said
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.2%}"
+def _shown(metric: str, value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}" if metric == ACCURACY else f"{value:.4f}"
 
 
 def duration(seconds: float) -> str:
@@ -199,7 +204,8 @@ def _ended(run: Run) -> str:
     summary = run.summary or {}
     learnt = ""
     if summary["best_accuracy"] is not None:
-        learnt = f", accuracy {summary['final_accuracy']:.2%} (best {summary['best_accuracy']:.2%})"
+        last, best = (_shown(run.metric, summary[f"{which}_accuracy"]) for which in ("final", "best"))
+        learnt = f", {run.metric} {last} (best {best})"
     clock = str(summary.get("clock", "real"))
     time_of = "training" if clock == "real" else f"{clock} training"
     return (

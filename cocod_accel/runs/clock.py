@@ -53,9 +53,10 @@ class TrainingClock:
 
 @dataclass
 class TimeToAccuracy:
-    """The training time of the first evaluation at or above each target; not interpolated."""
+    """The training time of the first evaluation at or above each target, not interpolated; ``better="lower"``: or below."""
 
     targets: list[float]
+    better: str = "higher"
     seconds: dict[float, float | None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,5 +64,5 @@ class TimeToAccuracy:
 
     def note(self, accuracy: float, train_seconds: float) -> None:
         for target in self.targets:
-            if self.seconds[target] is None and accuracy >= target:
+            if self.seconds[target] is None and (accuracy >= target if self.better == "higher" else accuracy <= target):
                 self.seconds[target] = train_seconds

@@ -23,7 +23,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from cocod_accel.config.loading import flattened, modernised
-from cocod_accel.config.settings import Config
+from cocod_accel.config.settings import ACCURACY, DEFAULT_EPOCHS, Config
 from cocod_accel.config.strict import ConfigError, first_line, printable, tree_of
 from cocod_accel.runs.files import read_json, read_text, rows_of
 
@@ -71,10 +71,22 @@ class Run:
     summary: Mapping[str, Any] | None
     #: What of it could not be read, for the reader to know.
     note: str | None = None
-    #: (accuracy, training seconds) of every evaluation that was better than all before; None: all are in the rows.
+    #: (score, training seconds) of every evaluation that was better than all before; None: all are in the rows.
     records: Sequence[tuple[float, float]] | None = None
     #: By kind: of how many rows one was kept, a power of two.
     every: Mapping[str, int] = field(default_factory=dict)
+    #: What its ``accuracy``, here and in what is made of it, really is: the metric that its targets are of.
+    metric: str = ACCURACY
+    is_lower_better: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is an accuracy, shown in percent."""
+        return self.metric == ACCURACY
+
+    def score(self, value: float) -> float:
+        """A number that is the higher, the better."""
+        return -value if self.is_lower_better else value
 
     @property
     def is_finished(self) -> bool:
@@ -90,7 +102,18 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        return int(self.config["schedule.epochs"])
+        """Passes over the data; of an unfinished run of ``schedule.steps``, those begun until now."""
+        stated, ended = self.config["schedule.epochs"], (self.summary or {}).get("epochs")
+        if stated != "None":
+            return int(stated)
+        begun = [row["epoch"] for row in self.rows if is_number(row.get("epoch"))]
+        return int(ended) if is_number(ended) and ended >= 1 else max(math.ceil(max(begun, default=1)), 1)
+
+    @property
+    def steps(self) -> int | None:
+        """``schedule.steps``; None: the run counts epochs."""
+        stated = self.config["schedule.steps"]
+        return int(stated) if stated.isdecimal() else None
 
     @property
     def seed(self) -> str:
@@ -144,7 +167,9 @@ class Run:
         accuracies = [float(row["accuracy"]) for row in self.evaluations]
         return {
             **{key: float(last.get(key, math.nan)) for key in MEASURES},
-            "best_accuracy": max([*accuracies, *(accuracy for accuracy, _ in self.records or ())], default=math.nan),
+            "best_accuracy": max(
+                [*accuracies, *(self.score(score) for score, _ in self.records or ())], key=self.score, default=math.nan
+            ),
             "final_accuracy": accuracies[-1] if accuracies else math.nan,
         }
 
@@ -154,12 +179,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # nor nan
 
 
-def _note_record(records: list[tuple[float, float]], evaluation: Mapping[str, Any]) -> None:
+def _note_record(records: list[tuple[float, float]], evaluation: Mapping[str, Any], sign: int = 1) -> None:
     """Keep an evaluation that is better than all before it."""
     accuracy: Any = evaluation.get("accuracy")
     seconds: Any = evaluation.get("train_seconds")
-    if is_number(accuracy) and is_number(seconds) and (not records or accuracy > records[-1][0]):
-        records.append((float(accuracy), float(seconds)))
+    if is_number(accuracy) and is_number(seconds) and (not records or sign * accuracy > records[-1][0]):
+        records.append((float(sign * accuracy), float(seconds)))
 
 
 def time_to_target(run: Run, target: float) -> float | None:
@@ -169,8 +194,8 @@ def time_to_target(run: Run, target: float) -> float | None:
     if records is None:
         records = []
         for row in evaluations:
-            _note_record(records, row)
-    first = bisect_left(records, target, key=lambda record: record[0])
+            _note_record(records, row, -1 if run.is_lower_better else 1)
+    first = bisect_left(records, run.score(target), key=lambda record: record[0])
     if first < len(records):
         return records[first][1]
     if evaluations or run.summary is None:
@@ -179,7 +204,7 @@ def time_to_target(run: Run, target: float) -> float | None:
     if f"{target:g}" in known:
         seconds = known[f"{target:g}"]
         return None if seconds is None else float(seconds)
-    return None if not run.has_learnt or run.summary["best_accuracy"] < target else math.nan
+    return None if not run.has_learnt or run.score(run.summary["best_accuracy"]) < run.score(target) else math.nan
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -213,11 +238,15 @@ def read_run(folder: Path, most_rows: int = MOST_ROWS) -> Run:
     Of its training rows, and of its evaluations, no more than about ``most_rows`` are kept, evenly spread.
     """
     config, summary = _read_identity(folder)
+    metric, is_lower = _metric_of(summary)
     kinds = {kind: _Thinned(most_rows) for kind in ("train", "eval", "")}
     records: list[tuple[float, float]] = []
     num_broken = 0
     with contextlib.suppress(FileNotFoundError):
         for number, row in enumerate(rows_of(folder / "metrics.jsonl")):
+            if row is not None and "metric" in row:
+                metric, is_lower = _metric_of(row)
+                row = {**row, "accuracy": row.get(metric)}
             if row is None or not _is_plain(row):
                 num_broken += 1
                 continue
@@ -225,10 +254,25 @@ def read_run(folder: Path, most_rows: int = MOST_ROWS) -> Run:
             kind = str(kept.get("kind")) if kept.get("kind") in ("train", "eval") else ""
             kinds[kind].add(number, kept)
             if kind == "eval":
-                _note_record(records, kept)
+                _note_record(records, kept, -1 if is_lower else 1)
     rows = [row for _, row in sorted((pair for found in kinds.values() for pair in found.rows), key=itemgetter(0))]
     every = {kind: found.every for kind, found in kinds.items()}
-    return checked(Run(printable(folder.name), folder, config, rows, summary, _note(folder, num_broken), records, every))
+    summary, note = _as_accuracy(summary, metric), _note(folder, num_broken)
+    name = printable(folder.name)
+    return checked(Run(name, folder, config, rows, summary, note, records, every, printable(metric), is_lower))
+
+
+def _metric_of(tree: Mapping[str, Any] | None) -> tuple[str, bool]:
+    """The metric that a row or a summary is about, and whether it is better the lower it is."""
+    name = (tree or {}).get("metric")
+    return (name, (tree or {}).get("better") == "lower") if isinstance(name, str) else (ACCURACY, False)
+
+
+def _as_accuracy(summary: dict[str, Any] | None, metric: str) -> dict[str, Any] | None:
+    """With the names of classification, by which readers know what is compared."""
+    if summary is None or metric == ACCURACY:
+        return summary
+    return {**summary, **{f"{what}_{ACCURACY}": summary.get(f"{what}_{metric}") for what in ("best", "final", "time_to")}}
 
 
 class _Thinned:
@@ -262,9 +306,12 @@ def read_parts(folder: Path) -> Run:
     """Whatever a run folder has until now."""
     config, summary = _read_identity(folder)
     rows, num_broken = read_rows(folder / "metrics.jsonl")
+    metric, is_lower = _metric_of(next((row for row in rows if "metric" in row), summary))
+    rows = [{**row, "accuracy": row.get(metric)} if "metric" in row else row for row in rows]
     plain = [row for row in rows if _is_plain(row)]
     note = _note(folder, num_broken + len(rows) - len(plain))
-    return Run(printable(folder.name), folder, config, plain, summary, note)
+    summary, name = _as_accuracy(summary, metric), printable(folder.name)
+    return Run(name, folder, config, plain, summary, note, metric=printable(metric), is_lower_better=is_lower)
 
 
 def _read_identity(folder: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
@@ -275,7 +322,10 @@ def _read_identity(folder: Path) -> tuple[dict[str, str], dict[str, Any] | None]
         raise ValueError(f"{folder}: is not a run folder; give one of cocod train")
     summary = read_summary(folder) if (folder / "summary.json").exists() else None
     config = _read_config(folder)
-    for key in ("cluster.num_workers", "schedule.epochs"):
+    by_steps = config["schedule.steps"] != "None"
+    if not by_steps and config["schedule.epochs"] == "None":
+        config["schedule.epochs"] = str(DEFAULT_EPOCHS)
+    for key in ("cluster.num_workers", "schedule.steps" if by_steps else "schedule.epochs"):
         given = config[key]
         if not (given.isdecimal() and len(given) < 10 and int(given) > 0):
             raise ValueError(f"{folder}: {key}={_cut(given)} in its configuration is not a number, or is 0")
@@ -319,7 +369,7 @@ def checked(run: Run) -> Run:
         targets = run.targets
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if not all(0 < target <= 1 for target in targets):
+    if run.is_share and not all(0 < target <= 1 for target in targets):
         raise ValueError(f"{where}: its targets are {_cut(targets)}; they must be shares in (0, 1]")
     if summary is None:
         if not run.evaluations:
@@ -333,6 +383,8 @@ def checked(run: Run) -> Run:
     if missing:
         raise ValueError(f"{where}: its summary has no {missing[0]}, so it has no metric in common with other runs")
     for key, least in (*((key, 0.0) for key in wanted), ("steps", 1.0)):
+        if key in _LEARNT and not run.is_share:
+            continue
         if key in summary and not (is_number(summary[key]) and summary[key] >= least):
             raise ValueError(f"{where}: {key} in its summary is {_cut(summary[key])}; it must be at least {least:g}")
     if not summary["train_seconds"] > 0:

@@ -17,6 +17,7 @@ from cocod_accel.runs.folder import RunFolder
 from cocod_accel.simulator.cluster import save_cluster
 from cocod_accel.simulator.learning import Learnt
 from cocod_accel.simulator.simulate import Simulated
+from cocod_accel.tasks.metrics import first_metric
 from cocod_accel.trainer.work import Work
 
 #: What marks every row.
@@ -32,7 +33,8 @@ def write(run: Simulated, learning: Iterable[Learnt] | None = None) -> Path:
     speeds = {"epoch": 0, "speeds": run.config.speeds, "batches": list(plan.batches), "weights": list(plan.weights)}
     folder.row({"kind": "plan", "step": 0, **speeds, **_LABEL})
     accuracies: list[float] = []
-    times = TimeToAccuracy(list(run.config.evaluation.targets))
+    metric = first_metric(run.config)
+    times = TimeToAccuracy(list(run.config.evaluation.targets), metric.better)
     every = run.config.logging.every_steps
     rows = _only_time(timeline.num_steps, every) if learning is None else learning
     epochs = _Epochs(run.work)
@@ -40,7 +42,7 @@ def write(run: Simulated, learning: Iterable[Learnt] | None = None) -> Path:
         values: dict[str, Any] = {"epoch": epochs.at(row.step), **row.values}
         if row.kind == "eval":
             seconds = timeline.train_seconds_after(row.step)
-            accuracies.append(float(values["accuracy"]))
+            accuracies.append(float(values[metric.name]))
             times.note(accuracies[-1], seconds)
             values["train_seconds"] = seconds
         else:
@@ -99,6 +101,7 @@ def _summary(run: Simulated, name: str, accuracies: list[float], times: TimeToAc
     """As the trainer's; what nobody learnt is null."""
     config, timeline = run.config, run.timeline
     fleet = timeline.fleet
+    metric = first_metric(config)
     reached = {} if times is None else times.seconds
     return {
         "name": name,
@@ -113,12 +116,14 @@ def _summary(run: Simulated, name: str, accuracies: list[float], times: TimeToAc
         "clock": config.clock,
         "emulated": config.emulated,
         "steps": timeline.num_steps,
-        "epochs": config.schedule.epochs,
+        "epochs": run.work.num_epochs,
         "rounds": timeline.rounds,
-        "best_accuracy": max(accuracies, default=None),
-        "final_accuracy": accuracies[-1] if accuracies else None,
+        **metric.summary(
+            accuracies[-1] if accuracies else None,
+            max(accuracies, key=metric.score, default=None),
+            {target: reached.get(target) for target in config.evaluation.targets},
+        ),
         "train_seconds": timeline.train_seconds,
-        "time_to_accuracy": {f"{target:g}": reached.get(target) for target in config.evaluation.targets},
         "comm_bytes": fleet.sent_bytes,
         "comm_exposed_seconds": float(fleet.exposed_seconds.max()),
         "comm_hidden_seconds": float(fleet.hidden_seconds.max()),

@@ -26,6 +26,8 @@ from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
+from cocod_accel.tasks.metrics import first_metric, task_loss
+from cocod_accel.tasks.structure import num_samples, pieces
 from cocod_accel.theory.hiding import AUTO
 from cocod_accel.trainer.export import model_digest
 from cocod_accel.trainer.launch import threads_of_each
@@ -141,6 +143,7 @@ class Learning:
         with kept_randomness():
             seed_everything(config.seed)
             self.task = build_task(config)
+            self._metric, self._loss = first_metric(config), task_loss(config)
             self._learners, states = self._build()
         self._turns = Turns(states, threads_of_each(self.num_workers) if threads is None else threads)
         try:
@@ -162,20 +165,24 @@ class Learning:
     def rows(self) -> Iterator[Learnt]:
         """Train, once, and tell what is learnt as it is learnt."""
         assert self._learners[0].step == 0, "it has been trained"
-        epochs, every = self.config.schedule.epochs, self.config.evaluation.every_epochs
+        epochs, evaluation = self._learners[0].work.num_epochs, self.config.evaluation
+        by_steps = evaluation.every_steps is not None
         for epoch in range(epochs):
             self._begin_epoch(epoch)
-            limits = [learner.step + learner.work.steps[epoch] for learner in self._learners]
-            while any(learner.step < limit for learner, limit in zip(self._learners, limits, strict=True)):
+            for limits, is_end in self._stretches(epoch):
+                while any(learner.step < limit for learner, limit in zip(self._learners, limits, strict=True)):
+                    with self._turns.in_charge():
+                        self._advance(limits)
+                    yield from self._taken_rows()
+                is_last = is_end and epoch + 1 == epochs
+                at_step = by_steps and self._learners[0].step % (evaluation.every_steps or 1) == 0
+                at_epoch = not by_steps and is_end and (epoch + 1) % evaluation.every_epochs == 0
                 with self._turns.in_charge():
-                    self._advance(limits)
+                    for rank in range(self.num_workers):
+                        self.guard(rank)
+                    if is_last or at_step or at_epoch:
+                        self._evaluate()
                 yield from self._taken_rows()
-            with self._turns.in_charge():
-                for rank in range(self.num_workers):
-                    self.guard(rank)
-                if (epoch + 1) % every == 0 or epoch + 1 == epochs:
-                    self._evaluate()
-            yield from self._taken_rows()
         with self._turns.in_charge():
             self._lockstep.finish()
 
@@ -190,7 +197,7 @@ class Learning:
         return Outcome(
             steps=first.step,
             rounds=self._lockstep.workers[0].driver.clock.rounds,
-            best_accuracy=max(self._accuracies),
+            best_accuracy=max(self._accuracies, key=self._metric.score),
             final_accuracy=self._accuracies[-1],
             comm_bytes=max(worker.driver.replica.route.traffic.num_bytes for worker in self._lockstep.workers),
             samples=first.samples,
@@ -208,18 +215,23 @@ class Learning:
         self._turns.become(rank)
         learner = self._learners[rank]
         steps = learner.work.steps[self._epoch]
-        inputs, labels = next(learner.supply)
+        batch = next(learner.supply)
         for group in learner.optimizer.param_groups:
             group["lr"] = learner.work.learning_rate(self.config, self._epoch + learner.index / steps)
-        with torch.autocast(self._device.type, torch.bfloat16, self.config.precision == "bf16"):
-            loss = loss_of(learner.model, inputs, labels)
-        loss.backward()
-        learner.loss = loss.detach()
+        total: Tensor | None = None
+        for piece, share in pieces(batch, self.config.optimizer.accumulate):
+            with torch.autocast(self._device.type, torch.bfloat16, self.config.precision == "bf16"):
+                loss = loss_of(learner.model, piece, self._loss)
+            loss = loss if share == 1 else loss * share
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        learner.loss = total
         learner.unchecked.append(learner.loss)
         learner.losses += learner.loss
         learner.step += 1
         learner.index += 1
-        learner.samples += len(labels) * learner.all_samples_per_own
+        learner.samples += num_samples(batch) * learner.all_samples_per_own
 
     def guard(self, rank: int) -> None:
         learner = self._learners[rank]
@@ -282,6 +294,16 @@ class Learning:
                 self.config, self.task.train, epoch, self._device, seed=self.config.seed, generator=generator
             )
 
+    def _stretches(self, epoch: int) -> Iterator[tuple[list[int], bool]]:
+        """Up to which steps the workers go before the next evaluation by steps, and whether the epoch ends there."""
+        ends = [learner.step + learner.work.steps[epoch] for learner in self._learners]
+        every = self.config.evaluation.every_steps
+        if every is not None:  # all take the same steps
+            first = self._learners[0].step
+            for step in range(first - first % every + every, ends[0], every):
+                yield [step] * self.num_workers, False
+        yield ends, True
+
     def _evaluate(self) -> None:
         rows: list[list[float]] = []
 
@@ -294,8 +316,13 @@ class Learning:
             rows.append([*scored, learner.losses.item() / learner.index * samples, float(samples)])
 
         self._lockstep.averaged(look)
-        values = evaluation_row(self._epoch, rows, self.config, self.task)
-        self._accuracies.append(values["accuracy"])
+        for learner in self._learners:
+            learner.model.train()
+        first = self._learners[0]
+        steps = first.work.steps[self._epoch]
+        done = self._epoch + 1 if first.index == steps else self._epoch + first.index / steps
+        values = evaluation_row(done, rows, self.config, self.task)
+        self._accuracies.append(values[self._metric.name])
         self._tell("eval", values)
 
     def _tell(self, kind: str, values: dict[str, Any]) -> None:

@@ -93,4 +93,6 @@ RULES: dict[str, type[Rule]] = {
     "local": LocalRule,
     "cocod": CoCoDRule,
     "asynlocal": LocalRule,
+    "diloco": LocalRule,
+    "streaming_diloco": CoCoDRule,
 }

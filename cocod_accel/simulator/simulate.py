@@ -160,6 +160,13 @@ def _refuse(config: Config) -> None:
 def _set_length(config: Config, steps: int) -> None:
     """As many epochs as hold ``steps`` steps of worker 0, and of the schedule what lies in them."""
     schedule, num_train = config.schedule, task_facts(config).num_train
+    if schedule.steps is not None:
+        schedule.steps, schedule.warmup_steps = steps, min(schedule.warmup_steps, steps)
+        config.algorithm.period = [[first, k] for first, k in config.period_by_epoch if first < steps]
+        if config.evaluation.every_steps is not None:
+            config.evaluation.every_steps = min(config.evaluation.every_steps, steps)
+        validate(config)
+        return
     # Periods by speed make epochs of different lengths: none is shorter than the shortest now.
     shortest = min(Work.of(config, num_train, 0).steps)
     schedule.epochs = -(-steps // shortest)

@@ -14,7 +14,8 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, first_line
 from cocod_accel.tasks.data import DATASETS, Task, check_files, own_task
 from cocod_accel.tasks.facts import TaskFacts, known_facts
-from cocod_accel.tasks.models import MODELS
+from cocod_accel.tasks.metrics import task_loss, task_metrics
+from cocod_accel.tasks.models import MODELS, SEQUENCE_MODELS
 
 __all__ = [
     "DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "check_model", "check_task",
@@ -25,6 +26,8 @@ __all__ = [
 def build_task(config: Config) -> Task:
     """The training and test data that ``task`` names."""
     name = config.task.name
+    task_loss(config)
+    task_metrics(config)
     if ":" in name:
         return own_task(_call(name, config.task.args, "task"), config)
     task: Task = _choose(DATASETS, name, "task.name")(config)
@@ -66,31 +69,53 @@ def build_model(config: Config, task: Task | TaskFacts) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.name={name}: returned a {type(model).__name__}, not a torch.nn.Module")
         return model
-    built: nn.Module = _known_model(config, task)(task.input_shape, task.num_classes)
+    kind = _known_model(config, task)
+    try:
+        built: nn.Module = kind(task.input_shape, task.num_classes, **config.model.args)
+    except ValueError as error:
+        raise ConfigError(f"model.args.{first_line(error)}") from error
     return built
 
 
 def _known_model(config: Config, task: TaskFacts | Task | None) -> Any:
     name = config.model.name
-    if config.model.args:
+    kind = _choose(MODELS, name, "model.name")
+    known = list(inspect.signature(kind).parameters)[2:]
+    if config.model.args and not known:
         raise ConfigError(f"model.args={config.model.args}: requires model.name=module:callable")
-    if task is not None and len(task.input_shape) != 3:
+    for key, value in config.model.args.items():
+        if key not in known:
+            raise ConfigError(f"model.args.{key}={value}: is not an option of {name}; it takes {', '.join(known)}")
+    wanted = "sequences" if name in SEQUENCE_MODELS else "images"
+    if task is not None and len(task.input_shape) != (1 if name in SEQUENCE_MODELS else 3):
+        fix = "use model.name=gpt or module:callable" if len(task.input_shape) == 1 else "use module:callable"
         raise ConfigError(
-            f"model.name={name}: requires images, but the task has inputs of shape {task.input_shape}; use module:callable"
+            f"model.name={name}: requires {wanted}, but the task has inputs of shape {task.input_shape}; {fix}"
         )
-    return _choose(MODELS, name, "model.name")
+    return kind
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that ``optimizer`` names."""
     options = config.optimizer
     rate, decay = options.learning_rate, options.weight_decay
+    optimizer: torch.optim.Optimizer
     if options.name == "sgd":
-        return torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             model.parameters(), lr=rate, momentum=options.momentum, weight_decay=decay, nesterov=options.nesterov
         )
-    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
-    return kind(model.parameters(), lr=rate, weight_decay=decay)
+    else:
+        kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=rate, weight_decay=decay)
+    if options.clip_norm is not None:
+        limit, parameters = options.clip_norm, list(model.parameters())
+        # In the optimizer, so that whoever steps it clips: the trainer, the calibration and the simulator.
+        optimizer.register_step_pre_hook(lambda *_: _clip(parameters, limit))
+    return optimizer
+
+
+def _clip(parameters: list[nn.Parameter], limit: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, limit)
 
 
 def _choose(table: dict[str, Any], name: str, key: str) -> Any:

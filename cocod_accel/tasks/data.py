@@ -11,7 +11,7 @@ import gzip
 import math
 import signal
 import zlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
@@ -27,8 +27,11 @@ from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, first_line
 from cocod_accel.extras import missing
 from cocod_accel.tasks.cifar import read_cifar_binary, read_cifar_pickle
+from cocod_accel.tasks.structure import to_device
+from cocod_accel.tasks.text import NUM_BYTES, Sequences, read_text_of
 
-Batch = tuple[Tensor, Tensor]
+#: Tensors in any structure (:mod:`cocod_accel.tasks.structure`); of what is held in memory, (inputs, labels).
+Batch = Any
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,12 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 class Task:
     """Training and test data, and what a model must know about them."""
 
-    train: Images | Dataset[Any]
-    test: Images | Dataset[Any]
+    train: Images | Sequences | Dataset[Any]
+    test: Images | Sequences | Dataset[Any]
     input_shape: tuple[int, ...]
     num_classes: int
+    #: Of the data, where they are not always the same.
+    digest: str | None = None
 
     @property
     def num_train(self) -> int:
@@ -102,7 +107,7 @@ def _outlive_a_polite_end(worker: int) -> None:
 
 
 def batches(
-    data: Images | Dataset[Any],
+    data: Images | Sequences | Dataset[Any],
     indices: Tensor,
     batch_size: int,
     device: torch.device,
@@ -111,7 +116,7 @@ def batches(
     loader_workers: int = 0,
 ) -> Iterator[Batch]:
     """The samples at ``indices`` in that order, in batches, on ``device``; augmented if a generator is given."""
-    if isinstance(data, Images):
+    if isinstance(data, Images | Sequences):
         for chosen in indices.split(batch_size):
             yield data.batch(chosen, device, generator)
         return
@@ -126,8 +131,8 @@ def batches(
         generator=generator,
         worker_init_fn=_outlive_a_polite_end,
     )
-    for inputs, labels in loader:
-        yield inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    for batch in loader:
+        yield to_device(batch, device)
 
 
 # ------------------------------------------------------------------------------------------------ sources
@@ -373,6 +378,13 @@ def synthetic(config: Config) -> Task:
     return _limited(Task(parts[0], parts[1], shape, options["num_classes"]), config)
 
 
+def text(config: Config) -> Task:
+    """Bytes of files: task.args = {files, length, held_out}; default: the Python standard library's own sources"""
+    found, task = read_text_of(config), config.task
+    train, test = found.train.first(task.train_limit), found.test.first(task.test_limit)
+    return Task(train, test, (train.length,), NUM_BYTES, found.digest)
+
+
 def own_task(value: Any, config: Config) -> Task:
     """A task from a user's (train, test): two Datasets, or two pairs of tensors (inputs, labels)."""
     name = config.task.name
@@ -396,13 +408,15 @@ def own_task(value: Any, config: Config) -> Task:
         num_classes = int(labels.max()) + 1
     else:
         sample = parts[0][0]
-        shape, num_classes = tuple(torch.as_tensor(sample[0]).shape), 0
+        first = sample[0] if isinstance(sample, tuple | list) else sample
+        shape, num_classes = () if isinstance(first, Mapping) else tuple(torch.as_tensor(first).shape), 0
     return _limited(Task(parts[0], parts[1], shape, num_classes), config)
 
 
 DATASETS: dict[str, Callable[[Config], Task]] = {
     "fashion_small": fashion_small,
     "synthetic": synthetic,
+    "text": text,
     "fashion_mnist": fashion_mnist,
     "mnist": mnist,
     "cifar10": cifar10,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cocod_accel.config.settings import Config
-from cocod_accel.tasks.data import synthetic_options
+from cocod_accel.tasks.data import synthetic_options, text
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ _KNOWN = {
 def known_facts(config: Config) -> TaskFacts:
     """The facts of a built-in data set, with limits applied."""
     task = config.task
+    if task.name == "text":  # which has to be read
+        found = text(config)
+        return TaskFacts(found.num_train, found.num_test, found.input_shape, found.num_classes)
     if task.name == "synthetic":
         options = synthetic_options(config)
         shape = (options["channels"], options["size"], options["size"])

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from cocod_accel.tasks.gpt import gpt
+
 Shape = tuple[int, ...]
 
 
@@ -81,10 +83,13 @@ def mlp(shape: Shape, num_classes: int) -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
+#: Of sequences; all others are of images.
+SEQUENCE_MODELS = frozenset({"gpt"})
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
     "small_vgg": small_vgg,
     "mlp": mlp,
     "resnet18": resnet18,
     "vgg16": vgg16,
+    "gpt": gpt,
 }

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from accelerate.accelerator import Accelerator
-from torch import Tensor, nn
 
 from cocod_accel.checkpoint.rng import kept_randomness
 from cocod_accel.comm.agreement import exchange_reports
@@ -26,7 +25,10 @@ from cocod_accel.sharding.plan import WorkPlan
 from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.sharding.speeds import measure_speeds
 from cocod_accel.tasks import Task, build_model, build_optimizer
-from cocod_accel.tasks.data import Images, batches
+from cocod_accel.tasks.data import Batch, Images, batches
+from cocod_accel.tasks.metrics import floated, task_loss
+from cocod_accel.tasks.structure import outputs_and_targets, pieces
+from cocod_accel.tasks.text import Sequences
 from cocod_accel.trainer.launch import has_core_each
 from cocod_accel.trainer.pace import Pace
 
@@ -99,27 +101,27 @@ def sample_steps(config: Config, task: Task, accelerator: Accelerator, batch: in
             group["lr"] = 0.0  # the work of a step without changing the model
         busy = device.type == "cpu" and has_core_each()
         pace = Pace(is_on=True, slowdown=config.slowdown(rank, epoch=0), is_busy=busy, device=device)
-        supply = _endless_batches(config, task, batch, rank, device)
+        supply, loss_function = _endless_batches(config, task, batch, rank, device), task_loss(config)
 
         def run_step() -> None:
             pace.begin()
-            inputs, labels = next(supply)
+            taken = next(supply)
             optimizer.zero_grad()
-            with accelerator.autocast():
-                loss = nn.functional.cross_entropy(model(inputs), labels)
-            loss.backward()
+            for piece, share in pieces(taken, config.optimizer.accumulate):
+                with accelerator.autocast():
+                    outputs, targets = outputs_and_targets(model, piece)
+                    loss = loss_function(floated(outputs), targets)
+                (loss * share).backward()
             optimizer.step()
             pace.end()
 
         yield run_step
 
 
-def _endless_batches(
-    config: Config, task: Task, batch: int, rank: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _endless_batches(config: Config, task: Task, batch: int, rank: int, device: torch.device) -> Iterator[Batch]:
     generator = seeded_generator(config.seed, "calibration", rank)
     data = task.train
-    if not isinstance(data, Images):
+    if not isinstance(data, Images | Sequences):
         with contextlib.suppress(Exception):  # a user's own data may draw from a generator of its own; some cannot be copied
             data = copy.deepcopy(data)
     whole = task.num_train - task.num_train % batch

@@ -85,18 +85,25 @@ class Recorder:
         self._bar.set_description(f"epoch {row['epoch']} loss {row['loss']:.3f} {speed} {share:.0%} waiting", False)
         if self._bar.disable and time.monotonic() - self._said > _QUIET_SECONDS:
             steps = f"step {worker.step} of {sum(worker.work.steps)}"
-            self.say(f"epoch {row['epoch']:3d}/{self.config.schedule.epochs}  {steps}  loss {row['loss']:.4f}  {speed}")
+            self.say(f"epoch {row['epoch']:3d}/{worker.work.num_epochs}  {steps}  loss {row['loss']:.4f}  {speed}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if not self.worker.is_main:
             return
         self._write("eval", row)
+        name = self.worker.metric.name
         if self._bar.disable:
             self.say(
-                f"epoch {row['epoch']:3d}/{self.config.schedule.epochs}  accuracy {row['accuracy']:.4f}  "
+                f"{self._where(row['epoch'])}  {name} {row[name]:.4f}  "
                 f"train loss {row['train_loss']:.4f}  {row['train_seconds']:.1f} s training"
             )
-        self._bar.set_postfix(accuracy=f"{row['accuracy']:.4f}", refresh=False)
+        self._bar.set_postfix({name: f"{row[name]:.4f}"}, refresh=False)
+
+    def _where(self, epoch: float) -> str:
+        """Where an evaluation is, in words."""
+        if isinstance(epoch, int):
+            return f"epoch {epoch:3d}/{self.worker.work.num_epochs}"
+        return f"step {self.worker.step} of {sum(self.worker.work.steps)}"
 
     def plan(self, epoch: int, speeds: Sequence[float]) -> None:
         """Who takes which batch from ``epoch`` on, counted from 0."""
@@ -177,6 +184,7 @@ class Recorder:
             "algorithm": config.algorithm.name,
             "task": config.task.name,
             "model": config.model.name,
+            **({} if worker.task.digest is None else {"data_digest": worker.task.digest}),
             "seed": config.seed,
             "num_workers": len(rows),
             "workers_per_replica": config.cluster.workers_per_replica,
@@ -185,12 +193,10 @@ class Recorder:
             "clock": config.clock,
             "emulated": config.emulated,
             "steps": worker.step,
-            "epochs": config.schedule.epochs,
+            "epochs": worker.work.num_epochs,
             "rounds": stats.rounds,
-            "best_accuracy": worker.at.best_accuracy,
-            "final_accuracy": worker.at.accuracy,
+            **worker.metric.summary(worker.at.accuracy, worker.metric.score(worker.at.best_accuracy), worker.times.seconds),
             "train_seconds": seconds,
-            "time_to_accuracy": {f"{target:g}": reached for target, reached in worker.times.seconds.items()},
             "comm_bytes": int(num_bytes),
             "comm_exposed_seconds": exposed,
             "comm_hidden_seconds": hidden,

@@ -147,7 +147,7 @@ class Resumption:
         """A first backward, for its side effect on DDP; whatever else it changes is loaded again afterwards."""
         worker = self.worker
         worker.model.train()
-        worker.accelerator.backward(worker.loss(*next(worker.batches(0))))
+        worker.accelerator.backward(worker.loss(next(worker.batches(0))))
         worker.optimizer.zero_grad()
 
     def all(self) -> list[Path]:

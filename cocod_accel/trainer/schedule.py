@@ -14,11 +14,13 @@ def learning_rate(
     decay_epochs: Sequence[float],
     decay_factor: float,
     cosine_until: float | None = None,
+    stable_until: tuple[float, float] | None = None,
 ) -> float:
     """Gradual warm-up from the base to the scaled rate (Goyal et al. 2017), then division at the decay epochs.
 
     ``epoch`` counts from 0 and has a fraction: 80.0 is the beginning of the 81st epoch. ``cosine_until``: after the warm-up
-    the rate follows half a cosine to 0 at this epoch.
+    the rate follows half a cosine to 0 at this epoch. ``stable_until``: from the first of these epochs it falls linearly to
+    0 at the second. With a schedule of steps, all of these count steps.
     """
     if epoch < warmup_epochs:
         rate = base + (scaled - base) * epoch / warmup_epochs
@@ -26,6 +28,8 @@ def learning_rate(
         rate = scaled
     else:
         rate = scaled * (1 + math.cos(math.pi * (epoch - warmup_epochs) / (cosine_until - warmup_epochs))) / 2
+    if stable_until is not None and epoch > stable_until[0]:
+        rate *= (stable_until[1] - epoch) / (stable_until[1] - stable_until[0])
     for decay_epoch in decay_epochs:
         if epoch >= decay_epoch:
             rate *= decay_factor

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 
 from cocod_accel.checkpoint.rng import kept_randomness
 from cocod_accel.comm.device import Fetch, runs_ahead
-from cocod_accel.config.settings import Config
+from cocod_accel.config.settings import ACCURACY, Config
 from cocod_accel.tasks import Task
-from cocod_accel.tasks.data import batches
+from cocod_accel.tasks.data import Batch, batches
+from cocod_accel.tasks.metrics import Loss, cross_entropy, floated, task_loss, task_metrics
+from cocod_accel.tasks.structure import num_samples, outputs_and_targets
 
 
 class NonFiniteLossError(RuntimeError):
     """A worker's loss is not finite."""
 
 
-def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, loss: Loss = cross_entropy) -> Tensor:
     """The mean loss of a batch, under the autocast of the caller."""
     # An engine's own autocast ends with its forward; the loss is computed in float32 in any case.
-    return nn.functional.cross_entropy(model(inputs).float(), labels)
+    outputs, targets = outputs_and_targets(model, batch)
+    return loss(floated(outputs), targets)
 
 
 def check_finite(losses: Sequence[Tensor], rank: int, step: int) -> None:
@@ -75,46 +78,57 @@ def score(
     *,
     together: bool = False,
 ) -> list[float]:
-    """Correct answers and the sum of losses over one worker's part of the test set; then, if configured, the sum of losses
-    over its part of the training set (built-in data: without augmentation). The model is in evaluation mode.
+    """The sum of losses over one worker's part of the test set; if configured, that over its part of the training set
+    (built-in data: without augmentation); then of each metric the sum of its values and their number. The model is in
+    evaluation mode.
 
     ``together``: the model is sharded, so every worker takes as many batches as worker 0.
     """
 
-    def sums(data: Any, size: int) -> tuple[float, float]:
-        correct, losses = 0.0, 0.0
+    loss, metrics = task_loss(config), task_metrics(config)
+
+    def sums(data: Any, size: int) -> list[float]:
+        losses, found = 0.0, [[0.0, 0.0] for _ in metrics]
         indices = torch.arange(rank, size, num_workers)
-        for inputs, labels in batches(data, indices, config.evaluation.batch_size, device):
+        for batch in batches(data, indices, config.evaluation.batch_size, device):
             with torch.autocast(device.type, torch.bfloat16, config.precision == "bf16"):
-                outputs = model(inputs)
-            correct += (outputs.argmax(1) == labels).sum().item()
-            losses += nn.functional.cross_entropy(outputs.float(), labels, reduction="sum").item()
+                outputs, targets = outputs_and_targets(model, batch)
+            outputs, samples = floated(outputs), num_samples(batch)
+            losses += loss(outputs, targets).item() * samples
+            for metric, sums_of in zip(metrics, found, strict=True):
+                if metric.values is not None:
+                    values = torch.as_tensor(metric.values(outputs, targets))
+                    sums_of[0] += values.double().sum().item() * (1 if values.dim() else samples)
+                    sums_of[1] += values.numel() if values.dim() else samples
         most, own = (len(range(r, size, num_workers)) for r in (0, rank))
         size_of = config.evaluation.batch_size
         for _ in range(-(-most // size_of) - -(-own // size_of) if together else 0):
-            model(next(iter(batches(data, torch.zeros(1, dtype=torch.int64), 1, device)))[0])
-        return correct, losses
+            outputs_and_targets(model, next(iter(batches(data, torch.zeros(1, dtype=torch.int64), 1, device))))
+        return [losses, *(value for pair in found for value in pair)]
 
     with torch.no_grad():
         tested = sums(task.test, task.num_test)
         if not config.evaluation.training_loss:
-            return [*tested, 0.0]
+            return [tested[0], 0.0, *tested[1:]]
         with kept_randomness():  # a loader draws random numbers, and evaluating must not change training
-            return [*tested, sums(task.train, task.num_train)[1]]
+            return [tested[0], sums(task.train, task.num_train)[0], *tested[1:]]
 
 
-def evaluation_row(epoch: int, rows: Sequence[Sequence[float]], config: Config, task: Task) -> dict[str, Any]:
-    """All workers' evaluation of an epoch, counted from 0.
+def evaluation_row(epoch: float, rows: Sequence[Sequence[float]], config: Config, task: Task) -> dict[str, Any]:
+    """All workers' evaluation after ``epoch`` epochs; inside one, it has a fraction.
 
     A row is what :func:`score` returned, the sum of the epoch's training losses over samples, and the number of those.
     """
-    correct, test_loss, mean_loss, train_loss, num_samples = (math.fsum(row[i] for row in rows) for i in range(5))
-    row = {
-        "epoch": epoch + 1,
-        "accuracy": correct / task.num_test,
-        "test_loss": test_loss / task.num_test,
-        "train_loss": train_loss / num_samples,
-    }
+    metrics = task_metrics(config)
+    totals = [math.fsum(row[i] for row in rows) for i in range(4 + 2 * len(metrics))]
+    test_loss, mean_loss, *found = totals[:-2]
+    row: dict[str, Any] = {"epoch": epoch}
+    for index, metric in enumerate(metrics):
+        if metric.values is not None:
+            row[metric.name] = found[2 * index] / found[2 * index + 1]
+    row |= {"test_loss": test_loss / task.num_test, "train_loss": totals[-2] / totals[-1]}
+    if metrics[0].name != ACCURACY:  # what a reader takes for granted
+        row |= {"metric": metrics[0].name, "better": metrics[0].better}
     if config.evaluation.training_loss:
         row["mean_train_loss"] = mean_loss / task.num_train
     return row

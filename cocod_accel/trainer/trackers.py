@@ -15,6 +15,7 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 from cocod_accel.config.loading import flattened
 from cocod_accel.config.settings import Config
 from cocod_accel.extras import missing
+from cocod_accel.tasks.metrics import HIGHER, task_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ def _make(name: str, config: Config, folder: Path) -> Any:
         for pattern in ("eval/*", "train/*", "comm/*"):
             tracker.tracker.define_metric(pattern, step_metric="train_seconds")
         # The columns of the runs table: the best of a run, not its last.
-        tracker.tracker.define_metric("eval/accuracy", step_metric="train_seconds", summary="max")
+        for metric in task_metrics(config):
+            best = "max" if metric.better == HIGHER else "min"
+            tracker.tracker.define_metric(f"eval/{metric.name}", step_metric="train_seconds", summary=best)
         for name in ("test_loss", "train_loss", "mean_train_loss"):
             tracker.tracker.define_metric(f"eval/{name}", step_metric="train_seconds", summary="min")
     else:
@@ -112,10 +115,10 @@ def _make(name: str, config: Config, folder: Path) -> Any:
 
 def reached(summary: dict[str, Any]) -> dict[str, Any]:
     """Without the targets that were never reached: a column of numbers sorts, one of numbers and words does not."""
-    times = summary.get("time_to_accuracy")
-    if times is None:
+    key = next((key for key in summary if key.startswith("time_to_")), None)
+    if key is None:
         return summary
-    return {**summary, "time_to_accuracy": {target: seconds for target, seconds in times.items() if seconds is not None}}
+    return {**summary, key: {target: seconds for target, seconds in summary[key].items() if seconds is not None}}
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:

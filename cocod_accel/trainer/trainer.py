@@ -39,6 +39,7 @@ from cocod_accel.comm.watchdog import Watch
 from cocod_accel.config.settings import Config
 from cocod_accel.runs.folder import RunFolder
 from cocod_accel.tasks import Task
+from cocod_accel.tasks.structure import num_samples
 from cocod_accel.trainer.adapt import Adaptation
 from cocod_accel.trainer.export import OutputError, export_making_room
 from cocod_accel.trainer.recorder import Recorder
@@ -81,7 +82,8 @@ class Trainer:
 
     def run(self) -> dict[str, Any] | None:
         """Train, and return the summary; None if the workers have agreed to stop before the end."""
-        epochs, save_every = self.config.schedule.epochs, self.config.checkpoint.every_epochs
+        epochs, save_every = self.worker.work.num_epochs, self.config.checkpoint.every_epochs
+        evaluation = self.config.evaluation
         self.checkpoints.begin()
         self.recorder.start_bar()
         while self.at.epoch < epochs:
@@ -90,7 +92,7 @@ class Trainer:
             if self.is_stopped:
                 break
             is_last = epoch + 1 == epochs
-            if (epoch + 1) % self.config.evaluation.every_epochs == 0 or is_last:
+            if is_last or (evaluation.every_steps is None and (epoch + 1) % evaluation.every_epochs == 0):
                 self._evaluate(epoch)
             self.recorder.write_spans()
             self._begin_epoch(epoch + 1)
@@ -123,16 +125,14 @@ class Trainer:
             begin = self.recorder.now()
             pace.begin(self.sync.control.blocked_seconds)
             worker.now_at(f"step {at.step + 1}")
-            inputs, labels = next(supply)
+            batch = next(supply)
             self._set_learning_rate(epoch + index / steps)
             worker.optimizer.zero_grad()
-            loss = worker.loss(inputs, labels)
-            worker.guard.note(loss)
             at.step += 1
             at.index += 1
-            at.samples += len(labels)
-            at.all_samples += len(labels) * all_per_own
-            worker.accelerator.backward(loss)  # under DeepSpeed the optimizer steps in here
+            at.samples += num_samples(batch)
+            at.all_samples += num_samples(batch) * all_per_own
+            loss = worker.backward(batch)  # under DeepSpeed the optimizer steps in here
             worker.optimizer.step()
             worker.losses += loss.detach()
             stretched = pace.end(self.sync.control.blocked_seconds)
@@ -142,6 +142,12 @@ class Trainer:
             is_logged = at.step % self.config.logging.every_steps == 0
             if is_logged:
                 self.recorder.step(epoch, loss, self.adaptation.period)
+            if self._is_evaluated_here():
+                worker.guard.check(at.step, at_once=True)
+                worker.clock.stop()
+                self._evaluate(epoch)
+                self.model.train()
+                worker.clock.start()
             agreed = self.sync.control.agreed(ask_now=is_logged)
             if agreed.stop or agreed.save or self.checkpoints.is_due():
                 self.checkpoints.save()
@@ -156,10 +162,17 @@ class Trainer:
         for group in self.worker.optimizer.param_groups:
             group["lr"] = rate
 
+    def _is_evaluated_here(self) -> bool:
+        """Whether an evaluation by steps is due; the last one comes with the end of the run."""
+        every = self.config.evaluation.every_steps
+        return every is not None and self.step % every == 0 and self.step < sum(self.worker.work.steps)
+
     def _evaluate(self, epoch: int) -> None:
-        """Test the mean model; each worker takes its part of the test set."""
+        """Test the mean model; each worker takes its part of the test set. Inside an epoch or at its end."""
         worker, at = self.worker, self.at
-        worker.now_at(f"the evaluation after epoch {epoch + 1}")
+        steps = worker.work.steps[epoch]
+        done = epoch + 1 if at.index == steps else epoch + at.index / steps
+        worker.now_at(f"the evaluation after epoch {done:g}")
         with self.sync.averaged():
             self.model.eval()
             # The module itself: workers may have different numbers of batches, which DDP must not see.
@@ -170,8 +183,9 @@ class Trainer:
         loss = worker.losses.item() / at.index
         rows = worker.gather([*scored, loss * samples, float(samples), worker.clock.seconds])
         seconds = max(row[-1] for row in rows)
-        row = {**evaluation_row(epoch, rows, self.config, self.task), "train_seconds": seconds}
-        at.accuracy, at.best_accuracy = row["accuracy"], max(at.best_accuracy, row["accuracy"])
+        row = {**evaluation_row(done, rows, self.config, self.task), "train_seconds": seconds}
+        at.accuracy = row[worker.metric.name]
+        at.best_accuracy = max(at.best_accuracy, worker.metric.score(at.accuracy))
         worker.times.note(at.accuracy, seconds)
         self.recorder.evaluation(row)
 

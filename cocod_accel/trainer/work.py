@@ -19,6 +19,7 @@ from cocod_accel.config.strict import ConfigError
 from cocod_accel.sharding.plan import WorkPlan, local_periods, plan_workers, steps_in_shards
 from cocod_accel.sharding.sampler import skewed_order
 from cocod_accel.tasks.data import Batch, Images, batches
+from cocod_accel.tasks.text import Sequences
 from cocod_accel.trainer.schedule import learning_rate, period_in_epoch, period_in_steps
 
 
@@ -35,8 +36,9 @@ class Work:
     @classmethod
     def of(cls, config: Config, num_samples: int, rank: int) -> Work:
         """Plan the run for worker ``rank``."""
-        by_epoch = config.period_by_epoch
-        periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs)]
+        by_epoch, num_steps = config.period_by_epoch, config.schedule.steps
+        # With steps, the epochs that hold them are counted when their length is known.
+        periods = [period_in_epoch(by_epoch, epoch) for epoch in range(config.schedule.epochs or 1)]
         own_period = not algorithm_class(config.algorithm.name).same_period
         try:
             plan = plan_workers(
@@ -50,6 +52,8 @@ class Work:
             rounds = {k: local_periods(k, config.speeds) for k in set(periods)}
             steps_of = {k: steps_in_shards(plan, rounds[k]) if own_period else plan.steps for k in set(periods)}
             all_steps = tuple(steps_of[k] for k in periods)
+            if num_steps is not None:
+                all_steps = _epochs_of(num_steps, tuple(plan.steps))
         except ValueError as error:
             total = config.cluster.global_batch
             key = f"batch_size={config.batch_size}" if total is None else f"cluster.global_batch={total}"
@@ -57,7 +61,8 @@ class Work:
         if own_period:
             by_epoch = [(first, rounds[k][rank]) for first, k in by_epoch]
         steps = [everybodys[rank] for everybodys in all_steps]
-        algorithm = build_algorithm(config.algorithm, period_in_steps(by_epoch, steps), config.seed)
+        in_steps = period_in_steps(by_epoch, steps) if num_steps is None else by_epoch
+        algorithm = build_algorithm(config.algorithm, in_steps, config.seed)
         return cls(algorithm, plan, all_steps, rank)
 
     @property
@@ -66,13 +71,18 @@ class Work:
         return [everybodys[self.rank] for everybodys in self.all_steps]
 
     @property
+    def num_epochs(self) -> int:
+        """Passes over the data; with ``schedule.steps`` the last may be a part of one."""
+        return len(self.all_steps)
+
+    @property
     def batch(self) -> int:
         return self.plan.batches[self.rank]
 
     def supply(
         self,
         config: Config,
-        data: Images | Dataset[Any],
+        data: Images | Sequences | Dataset[Any],
         epoch: int,
         device: torch.device,
         *,
@@ -83,7 +93,7 @@ class Work:
         """This worker's batches in an epoch, without the first ``skipped``; random crops and flips from ``generator``."""
         order = None
         if config.task.label_skew is not None:
-            if not isinstance(data, Images):
+            if not isinstance(data, Images | Sequences):
                 raise ConfigError(
                     f"task.label_skew={config.task.label_skew:g}: requires labels in memory; return (inputs, labels) tensors"
                 )
@@ -101,20 +111,33 @@ class Work:
         """The same for all workers; ``epoch`` counts from 0 and has a fraction."""
         base, schedule = config.optimizer.learning_rate, config.schedule
         factor = self.plan.learning_rate_factor if config.optimizer.scale_learning_rate else 1.0
+        at, start, warmup, end = epoch, base, schedule.warmup_epochs, float(self.num_epochs)
+        if schedule.steps is not None:  # everything counts steps, and the first of a warm-up is not lost with a rate of 0
+            whole = int(epoch)
+            at = sum(self.steps[:whole]) + (epoch - whole) * self.steps[min(whole, self.num_epochs - 1)]
+            warmup, end = float(schedule.warmup_steps), float(schedule.steps)
+            start = base * factor / (warmup + 1)
         return learning_rate(
-            epoch,
-            base,
+            at,
+            start,
             base * factor,
-            schedule.warmup_epochs,
+            warmup,
             schedule.decay_epochs,
             schedule.decay_factor,
-            schedule.epochs if schedule.decay == "cosine" else None,
+            end if schedule.decay == "cosine" else None,
+            ((1 - schedule.decay_share) * end, end) if schedule.decay == "wsd" else None,
         )
 
     def all_samples_per_own(self, epoch: int) -> float:
         """Samples that all workers take in an epoch, per sample of this one."""
         used = [b * s for b, s in zip(self.plan.batches, self.all_steps[epoch], strict=True)]
         return float(sum(used) / used[self.rank])
+
+
+def _epochs_of(num_steps: int, steps: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Every worker's steps, epoch by epoch: whole epochs, and of the last as much as is left."""
+    whole, rest = divmod(num_steps, steps[0])
+    return (steps,) * whole + (((rest,) * len(steps),) if rest else ())
 
 
 def check_position(saved: Any) -> None:
@@ -182,6 +205,7 @@ class Position:
     index: int = 0
     step: int = 0
     samples: int = 0
+    #: The last value of the first metric, and the best: of a metric that is better the lower it is, times -1.
     accuracy: float = 0.0
     best_accuracy: float = 0.0
     #: Batches that were moved; None: those of the configuration.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.groups import default_group, node_group
 from cocod_accel.comm.watchdog import Watch
-from cocod_accel.config.settings import Config
+from cocod_accel.config.settings import ACCURACY, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.runs.clock import TimeToAccuracy, TrainingClock
 from cocod_accel.sharding.sampler import seeded_generator
@@ -22,6 +24,9 @@ from cocod_accel.sharding.speeds import measure_speeds
 from cocod_accel.sync.attach import attach
 from cocod_accel.sync.sync import Sync
 from cocod_accel.tasks import Task, build_optimizer
+from cocod_accel.tasks.data import Batch
+from cocod_accel.tasks.metrics import first_metric, task_loss
+from cocod_accel.tasks.structure import pieces
 from cocod_accel.trainer.auto_code import choose_code
 from cocod_accel.trainer.calibration import TIMED_SECONDS, sample_steps
 from cocod_accel.trainer.launch import has_core_each
@@ -62,8 +67,11 @@ class Worker:
             device=accelerator.device,
         )
         self.clock = TrainingClock(accelerator.device)
-        self.times = TimeToAccuracy(list(config.evaluation.targets))
+        self.metric, self._loss = first_metric(config), task_loss(config)
+        self.times = TimeToAccuracy(list(config.evaluation.targets), self.metric.better)
         self.at = Position(seed=config.seed, first_batches=list(self.work.plan.batches))
+        if self.metric.name != ACCURACY:
+            self.at.best_accuracy = -sys.float_info.max
         #: The sum of this epoch's losses.
         self.losses = torch.zeros((), device=accelerator.device)
         #: Of the random crops and flips.
@@ -108,7 +116,7 @@ class Worker:
         if self._watch is not None:
             self._watch.doing = where
 
-    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, epoch: int) -> Iterator[Batch]:
         """The rest of this worker's batches in an epoch."""
         self.generator = seeded_generator(self.at.seed, "augment", self.rank, epoch)
         if self.at.index and self.config.loader_workers == 0 and self.at.generator is not None:
@@ -123,9 +131,24 @@ class Worker:
             skipped=self.at.index,
         )
 
-    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         with self.accelerator.autocast():
-            return loss_of(self.model, inputs, labels)
+            return loss_of(self.model, batch, self._loss)
+
+    def backward(self, batch: Any) -> Tensor:
+        """Add the gradients of a batch, piece by piece; its mean loss."""
+        parts = pieces(batch, self.config.optimizer.accumulate)
+        total: Tensor | None = None
+        for index, (piece, share) in enumerate(parts):
+            is_last = index + 1 == len(parts)
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                loss = self.loss(piece) if share == 1 else self.loss(piece) * share
+                total = loss.detach() if total is None else total + loss.detach()
+                if is_last:
+                    self.guard.note(total)
+                self.accelerator.backward(loss)
+        assert total is not None
+        return total
 
     def all_steps(self, epoch: int) -> list[int]:
         """The steps of every worker in an epoch; after the last epoch, those of the last."""
