@@ -440,9 +440,9 @@ def an_epochs_times(rank: int, folder: str) -> tuple[float, dict[str, list[float
     worker, rig = trainer.worker, Rig(0.004)
     loss = worker.loss
 
-    def slow_loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def slow_loss(batch: Any) -> torch.Tensor:
         rig.compute(0.010)
-        return loss(inputs, labels)
+        return loss(batch)
 
     worker.loss = slow_loss  # type: ignore[method-assign]
     with ahead(rig), pytest.MonkeyPatch.context() as patch:

@@ -199,7 +199,7 @@ def attempts(rank: int, given_here: list[str], whole: Path, work: Path, cases: i
 def use(trainer: Trainer) -> None:
     """What training would do with a position first."""
     worker, epochs = trainer.worker, trainer.config.schedule.epochs
-    if worker.at.epoch < epochs:
+    if epochs is not None and worker.at.epoch < epochs:
         steps = worker.work.steps[worker.at.epoch]
         assert worker.at.index <= steps, "a position after its epoch"
         for inputs, labels in list(worker.batches(worker.at.epoch))[:1]:

@@ -368,7 +368,9 @@ def test_candidates_are_what_is_simulated_and_what_was_learned() -> None:
     assert ssgd.step_seconds == pytest.approx(0.15)
     assert cocod.step_seconds == pytest.approx(0.1)
     assert ssgd.steps_needed == 1.0
-    num_steps = 131072 // 64 * load_config(TASK).schedule.epochs
+    epochs = load_config(TASK).schedule.epochs
+    assert epochs is not None
+    num_steps = 131072 // 64 * epochs
     assert cocod.steps_needed == learned().steps_needed("cocod", 2, "fp32", 2, num_steps) > 1
     assert cocod.speedup == pytest.approx(2 / cocod.steps_needed)
     parameters = build_model(load_config(TASK), task_facts(load_config(TASK))).parameters()

@@ -70,7 +70,8 @@ def test_clipped_and_accumulated_gradients() -> None:
             generator: Any = torch.Generator()
             device = torch.device("cpu")
             supply = work.supply(config, task.train, step // 8, device, seed=config.seed, generator=generator)
-        inputs, labels = next(supply)
+        batch: Any = next(supply)
+        inputs, labels = batch
         model.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

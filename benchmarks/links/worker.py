@@ -227,6 +227,7 @@ def train_until(contender: Contender, config: Config, task: Task, job: dict[str,
     factor, decay = work.plan.learning_rate_factor, (schedule.decay_epochs, schedule.decay_factor)
     seconds, taken, accuracy = 0.0, 0, 0.0
     rows: list[list[float]] = []
+    assert schedule.epochs is not None, "the bench trains whole epochs"
     for epoch in range(schedule.epochs):
         sampler = work.plan.sampler(rank, seed=config.seed)
         indices = sampler.epoch(epoch, work.all_steps[epoch])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -103,7 +103,7 @@ class Run:
     @property
     def epochs(self) -> int:
         """Passes over the data; of an unfinished run of ``schedule.steps``, those begun until now."""
-        stated, ended = self.config["schedule.epochs"], (self.summary or {}).get("epochs")
+        stated, ended = self.config["schedule.epochs"], cast(Any, (self.summary or {}).get("epochs"))
         if stated != "None":
             return int(stated)
         begun = [row["epoch"] for row in self.rows if is_number(row.get("epoch"))]
