@@ -14,7 +14,7 @@ from cocod_accel.comm.device import Fetch, runs_ahead
 from cocod_accel.config.settings import ACCURACY, Config
 from cocod_accel.tasks import Task
 from cocod_accel.tasks.data import Batch, batches
-from cocod_accel.tasks.metrics import Loss, cross_entropy, floated, task_loss, task_metrics
+from cocod_accel.tasks.metrics import Loss, cross_entropy, floated, summed, task_loss, task_metrics
 from cocod_accel.tasks.structure import num_samples, outputs_and_targets
 
 
@@ -94,7 +94,7 @@ def score(
             with torch.autocast(device.type, torch.bfloat16, config.precision == "bf16"):
                 outputs, targets = outputs_and_targets(model, batch)
             outputs, samples = floated(outputs), num_samples(batch)
-            losses += loss(outputs, targets).item() * samples
+            losses += summed(loss, outputs, targets, samples)
             for metric, sums_of in zip(metrics, found, strict=True):
                 if metric.values is not None:
                     values = torch.as_tensor(metric.values(outputs, targets))
