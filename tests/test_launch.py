@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from cocod_accel import cli
 from cocod_accel.config.loading import load_config
 from cocod_accel.report import read_summary
 from cocod_accel.trainer.launch import threads_of_each
@@ -261,6 +263,22 @@ def test_a_slurm_job_that_fails_is_not_requeued(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert "error: override algorithm.nam: unknown key algorithm.nam; did you mean algorithm.name?" in err.splitlines()
     assert not (tmp_path / "scontrol").exists()
+
+
+def test_more_workers_than_a_machine_can_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "train",
+        "task.name=synthetic",
+        "task.args={num_train: 1000000, size: 4}",
+        "model.name=mlp",
+        "cluster.device=cpu",
+    ]
+    assert cli.main([*given, "cluster.num_workers=5000", "--dry-run"]) == 2
+    assert re.fullmatch(
+        r"error: cluster.num_workers=5000: is more than the \d+ workers that one machine can run; [^\n]+\n",
+        capsys.readouterr().err,
+    )
+    assert cli.main([*given, "cluster.num_workers=16", "--dry-run"]) == 0
 
 
 def test_threads_are_as_many_as_were_asked_for_or_as_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
