@@ -98,7 +98,12 @@ def nan_weight(rank: int) -> None:
 
 def huge_weights(rank: int) -> None:
     model = ddp()
-    attach(model, sgd(model), CoCoDSGD(5), weight=[1e308, 10**400][rank])
+    attach(model, sgd(model), CoCoDSGD(5), weight=1e308)
+
+
+def endless_weight(rank: int) -> None:
+    model = ddp()
+    attach(model, sgd(model), CoCoDSGD(5), weight=10**400)
 
 
 def unequal_asynlocal(rank: int) -> None:
@@ -170,7 +175,8 @@ CASES: list[tuple[Case, str, str]] = [
     (other_frozen_values, "ValueError", "workers differ in frozen parameters, which are never sent: rank 1"),
     (bad_weight_on_one, "ValueError", "weight=0 is not positive and finite; pass this worker's batch size"),
     (nan_weight, "ValueError", "weight=nan is not positive and finite"),
-    (huge_weights, "ValueError", "is not positive and finite; pass this worker's batch size"),
+    (huge_weights, "ValueError", "weight=1e+308 is not positive and finite; pass this worker's batch size"),
+    (endless_weight, "ValueError", "weight=10**308 or more is not positive and finite; pass this worker's batch size"),
     (unequal_asynlocal, "ValueError", "AsynLocalSGD averages with equal weights, got [1.0, 2.0]; pass the same weight"),
     (fsdp_one, "TypeError", "the model is a FullyShardedDataParallel: it is sharded"),
     (fsdp_two, "TypeError", "the model is a FSDPModule: it is sharded"),
