@@ -35,6 +35,8 @@ _WORKERS_PER_SECOND = 64
 _LINGER_SECONDS = 3.0
 #: How the groups are named that calls are announced in.
 CALLS = "calls "
+#: In what is said of a worker that whoever waits for it waits for in vain.
+LEFT = "has left: "
 
 
 class TransferError(RuntimeError):
@@ -181,7 +183,7 @@ class Meeting:
         """At the end of the program."""
         groups = [group for group in self._own.started if group not in self._own.left]
         if groups:
-            self.leave(groups, f"rank {self.rank} has left: {how}")
+            self.leave(groups, f"rank {self.rank} {LEFT}{how}")
 
     def come_back(self, groups: Sequence[str]) -> None:
         """After :meth:`leave`."""

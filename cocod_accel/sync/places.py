@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 
 from cocod_accel.comm.groups import Channels
+from cocod_accel.comm.meeting import LEFT
 from cocod_accel.sync.driver import Driver
 
 
@@ -33,7 +34,7 @@ class Places:
     def leave(self, how: str) -> None:
         """This worker comes to none of them any more, and whoever waits for it is told."""
         if self._calls is not None:
-            self._calls.meeting.leave([seat.name for seat in self._seats], f"rank {self._rank} has left: {how}")
+            self._calls.meeting.leave([seat.name for seat in self._seats], f"rank {self._rank} {LEFT}{how}")
 
     def _in_round(self) -> str:
         if self._driver.method.reduces_gradients:
