@@ -110,7 +110,7 @@ def _waits(spans: list[Span]) -> dict[int, tuple[float, float]]:
 
 def lines(now: Snapshot) -> list[str]:
     """The snapshot as a terminal shows it."""
-    share = now.done_epochs / now.epochs
+    share = min(max(now.done_epochs / now.epochs, 0.0), 1.0)
     bar = "#" * round(_BAR * share) + "." * (_BAR - round(_BAR * share))
     steps = f"step {now.step}" + (f" of {now.num_steps}" if now.num_steps is not None else "")
     left = "known after the first evaluation" if now.left_seconds is None else f"about {duration(now.left_seconds)}"
