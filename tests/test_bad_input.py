@@ -178,8 +178,8 @@ CASES: list[tuple[Case, str, str]] = [
     (huge_weights, "ValueError", "weight=1e+308 is not positive and finite; pass this worker's batch size"),
     (endless_weight, "ValueError", "weight=10**308 or more is not positive and finite; pass this worker's batch size"),
     (unequal_asynlocal, "ValueError", "AsynLocalSGD averages with equal weights, got [1.0, 2.0]; pass the same weight"),
-    (fsdp_one, "TypeError", "the model is a FullyShardedDataParallel: it is sharded"),
-    (fsdp_two, "TypeError", "the model is a FSDPModule: it is sharded"),
+    (fsdp_one, "TypeError", "the model is a FullyShardedDataParallel: it shards flat parameters"),
+    (fsdp_two, "ValueError", "the model is sharded over all 2 workers, so none can step alone"),
     (zero_optimizer, "TypeError", "the optimizer is a ZeroRedundancyOptimizer: its state is sharded"),
     (
         foreign_parameters,

@@ -386,4 +386,4 @@ def test_the_mixed_cells_of_the_full_grid_slow_half_of_the_gpus_down(capsys: pyt
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 72  # two data sets, two models, six variants, three seeds
     slowed = f"emulate.slowdown=[{','.join(['2'] * 8 + ['1'] * 8)}]"
-    assert all("--config_file configs/accelerate/gpu" in line and slowed in line for line in lines)
+    assert all("configs/accelerate/gpu_8.yaml" in line and slowed in line for line in lines)

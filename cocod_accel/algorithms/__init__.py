@@ -21,7 +21,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "streaming_diloco": StreamingDiLoCo,
 }
 
+#: Those that the paper compares.
+PAPERS = ("ssgd", "pipe", "local", "cocod", "asynlocal")
+
 __all__ = [
-    "ALGORITHMS", "SSGD", "Algorithm", "AsynLocalSGD", "Bucket", "CoCoDSGD", "DiLoCo", "LocalSGD", "PipeSGD",
+    "ALGORITHMS", "PAPERS", "SSGD", "Algorithm", "AsynLocalSGD", "Bucket", "CoCoDSGD", "DiLoCo", "LocalSGD", "PipeSGD",
     "StreamingDiLoCo",
 ]  # fmt: skip

@@ -24,7 +24,9 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("simulate", help="what to expect on a cluster you do not have, in virtual time")
     parser.add_argument("cluster", metavar="CLUSTER.yaml", help="e.g. configs/cluster/paper.yaml")
     add_configs(parser, "what to train, as for cocod train")
-    parser.add_argument("--algorithms", metavar="A,B", help="default: all, or the one that algorithm.name=... names")
+    parser.add_argument(
+        "--algorithms", metavar="A,B", help="default: the paper's five, or what algorithm.name=... names"
+    )
     add_workers(parser, "resize the cluster to N workers, keeping its mix")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
     parser.add_argument("--learn", action="store_true", help="also train all workers for real, in turn, in this process")
@@ -87,13 +89,13 @@ def _configs(
     cluster: Cluster, arguments: list[str], algorithms: str | None, steps: int | None
 ) -> tuple[list[Config], list[str]]:
     """One for each algorithm; if the user chose none, those that accept the configuration, and why others do not."""
-    from cocod_accel.algorithms import ALGORITHMS
+    from cocod_accel.algorithms import ALGORITHMS, PAPERS
     from cocod_accel.simulator.simulate import configured
 
     asked = [argument for argument in arguments if argument.startswith("algorithm.name=")]
     if algorithms is None and asked:
         return [_named(configured(cluster, arguments, steps=steps), cluster, 1)], []
-    names = list(ALGORITHMS) if algorithms is None else [name.strip() for name in algorithms.split(",")]
+    names = list(PAPERS) if algorithms is None else [name.strip() for name in algorithms.split(",")]
     for name in names:
         require_choice(name, "--algorithms", list(ALGORITHMS))
     configs, problems = [], []

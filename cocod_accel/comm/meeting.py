@@ -37,6 +37,8 @@ _LINGER_SECONDS = 3.0
 CALLS = "calls "
 #: In what is said of a worker that whoever waits for it waits for in vain.
 LEFT = "has left: "
+#: And of the process whose store it is.
+SILENT = "the store that the workers were connected through does not answer"
 
 
 class TransferError(RuntimeError):
@@ -202,7 +204,7 @@ class Meeting:
         except TransferError:
             raise
         except RuntimeError as error:
-            raise TransferError(f"{what}: the store that the workers were connected through does not answer") from error
+            raise TransferError(f"{what}: {SILENT}") from error
 
     def _meet(self, place: str, wait: _Wait, passing: Callable[[], None]) -> None:
         num_members = len(wait.members)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.algorithms import PAPERS, Algorithm
 from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import load_config, merged_config
 from cocod_accel.config.settings import AlgorithmConfig, Config
@@ -309,13 +309,13 @@ class _Planner:
 
     def expected(self, cluster: Cluster) -> Expected:
         linear = sum(cluster.speeds())
-        speedups: dict[str, float | None] = dict.fromkeys(ALGORITHMS)
+        speedups: dict[str, float | None] = dict.fromkeys(PAPERS)
         try:
             choice = self.choice(cluster)
         except ConfigError:  # too few samples for so many workers
             return Expected(cluster.num_workers, None, speedups, linear)
         paper = Choice(choice.payload, max(PAPER_PERIOD, self.fragments), None)
-        for name in ALGORITHMS:
+        for name in PAPERS:
             found = self.candidate(cluster, name, choice if name == "cocod" else paper)
             if name == "cocod":
                 ours = [c for c in (found, self._soonest_shorter(cluster, choice)) if c is not None]

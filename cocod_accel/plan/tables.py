@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from cocod_accel.algorithms import ALGORITHMS
+from cocod_accel.algorithms import PAPERS
 from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.plan.candidates import AS_GOOD, Candidate
 from cocod_accel.plan.recommend import Advice, Expected
@@ -90,16 +90,16 @@ def _candidates_table(advice: Advice) -> str:
 
 
 def _expected_table(expected: Sequence[Expected]) -> str:
-    rows = [["workers", "cocod with", *ALGORITHMS, "linear"]]
+    rows = [["workers", "cocod with", *PAPERS, "linear"]]
     for row in expected:
-        speedups = [row.speedups[name] for name in ALGORITHMS]
+        speedups = [row.speedups[name] for name in PAPERS]
         cells = ["-" if speedup is None else f"{speedup:.2f}" for speedup in speedups]
         rows.append([str(row.num_workers), row.choice or "-", *cells, f"{row.linear:.2f}"])
     return aligned(rows)
 
 
 def scaling_of(expected: Sequence[Expected]) -> Scaling:
-    series: dict[str, list[tuple[int, float]]] = {name: [] for name in ALGORITHMS}
+    series: dict[str, list[tuple[int, float]]] = {name: [] for name in PAPERS}
     for row in expected:
         for name, speedup in row.speedups.items():
             if speedup is not None:

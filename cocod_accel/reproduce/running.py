@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from cocod_accel.config.fields import Affects
 from cocod_accel.config.loading import flattened, save_config
-from cocod_accel.config.settings import Config, may_differ
+from cocod_accel.config.settings import DEFAULT_EPOCHS, Config, may_differ
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.grid import Cell
 from cocod_accel.simulator.simulate import configured, title
@@ -67,6 +67,7 @@ def fingerprint(cell: Cell, overrides: tuple[str, ...] = ()) -> str:
     """
     cluster = cell.on(overrides)
     given, usual = (flattened(asdict(config)) for config in (configured(cluster, [*cell.arguments, *overrides]), Config()))
+    usual["schedule.epochs"] = DEFAULT_EPOCHS  # what it becomes where nothing is stated, as it was in earlier rows
     tree = {key: value for key, value in given.items() if value != usual.get(key) and not may_differ(key, Affects.CELL)}
     return hashlib.blake2b(json.dumps([tree, title(cluster)], sort_keys=True).encode(), digest_size=6).hexdigest()
 

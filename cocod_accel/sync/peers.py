@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cocod_accel.comm.meeting import LEFT
+from cocod_accel.comm.meeting import LEFT, SILENT
 from cocod_accel.comm.watchdog import Watch, end_process, store_of
 
 if TYPE_CHECKING:
@@ -76,4 +76,4 @@ class PeerWatch:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed, which it does if another worker is gone."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", LEFT))
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", LEFT, SILENT))
