@@ -24,9 +24,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("simulate", help="what to expect on a cluster you do not have, in virtual time")
     parser.add_argument("cluster", metavar="CLUSTER.yaml", help="e.g. configs/cluster/paper.yaml")
     add_configs(parser, "what to train, as for cocod train")
-    parser.add_argument(
-        "--algorithms", metavar="A,B", help="default: the paper's five, or what algorithm.name=... names"
-    )
+    parser.add_argument("--algorithms", metavar="A,B", help="default: the paper's five, or what algorithm.name=... names")
     add_workers(parser, "resize the cluster to N workers, keeping its mix")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
     parser.add_argument("--learn", action="store_true", help="also train all workers for real, in turn, in this process")
