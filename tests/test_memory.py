@@ -122,3 +122,39 @@ def test_averages_take_the_memory_that_the_table_says(name: str) -> None:
     found = bytes_a_parameter(*ROWS[name])
     # Both sides are rounded to a tenth: 12.8 - 12.5 is more than 0.3 by the last bit of a float.
     assert table()[name] == pytest.approx(found, abs=0.3 + 1e-9), f"| {name} | {' | '.join(map(str, found))} |"
+
+
+def test_the_table_has_no_other_rows() -> None:
+    assert list(table()) == list(ROWS)
+
+
+def asked_inside(rank: int) -> list[bool]:
+    """Where a state is asked for inside ``averaged()``: is the local state back, and the run's end that without it?"""
+    found = []
+    for algorithm in (CoCoDSGD(3, payload="int8"), CoCoDSGD(3), CoCoDSGD(3, own_share=0.5)):
+        ends = []
+        for asks in (False, True):
+            model, optimizer, sync = begin(algorithm, rank)
+            batches = torch.randn(8, 8, 6, generator=torch.Generator().manual_seed(rank))
+            train(model, optimizer, batches[:4])
+            before = [parameter.clone() for parameter in model.parameters()]
+            if asks:
+                with sync.averaged():
+                    sync.state_dict()
+                    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+                found += [all(changed), all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))]
+            train(model, optimizer, batches[4:])
+            sync.finish()
+            sync.detach()
+            ends.append(torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]))
+        found.append(torch.equal(*ends))
+    return found
+
+
+def test_a_state_may_be_asked_for_while_the_local_one_is_put_away() -> None:
+    assert run_workers(2, asked_inside) == [[True] * 9] * 2
+
+
+if __name__ == "__main__":
+    for row, case in ROWS.items():
+        print(f"| {row} | {' | '.join(map(str, bytes_a_parameter(*case)))} |")
