@@ -568,8 +568,9 @@ def test_plan_measures_two_real_workers(tmp_path: Path) -> None:
     assert set(cluster.coding_ns) == {"bf16", "int8", "int4", "ternary"}
     assert all(0 < nanoseconds < 1e6 for nanoseconds in cluster.coding_ns.values())
     assert "recommended" in done.stdout
-    # A busy machine may make the slowed-down worker look like the other one.
-    assert f"cluster.proportional={str(is_uneven(cluster)).lower()}" in done.stdout
+    # A busy machine may make the slowed-down worker look like the other one, or AsynLocal-SGD the soonest there.
+    uneven = is_uneven(cluster) and "algorithm.name=asynlocal" not in done.stdout
+    assert f"cluster.proportional={str(uneven).lower()}" in done.stdout
     before = file.read_bytes()
     again = command("cocod", "plan", *TASK, "--save", str(file))
     assert again.returncode == 2
