@@ -21,11 +21,11 @@ from cocod_accel import CoCoDSGD, LocalSGD, attach, cli, train
 from cocod_accel.algorithms.rounds import Period, RoundClock
 from cocod_accel.comm.emulated import Link
 from cocod_accel.config.loading import load_config
-from cocod_accel.plan.candidates import best_algorithm
+from cocod_accel.plan.candidates import Candidate, best_algorithm
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.plan.measure import fixed_seconds
-from cocod_accel.plan.recommend import Expected, _Planner, advise, is_uneven, worker_counts
+from cocod_accel.plan.recommend import Advice, Expected, _Planner, advise, is_uneven, worker_counts
 from cocod_accel.plan.tables import scaling_of
 from cocod_accel.report.figures import draw_expected
 from cocod_accel.sharding.speeds import Measured
@@ -602,10 +602,49 @@ def test_a_mistake_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_nodes_are_not_planned_which_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_average_between_themselves() -> None:
+    """16 workers in nodes of four are four models to average, each with a quarter of a node's bytes to send."""
+    cluster = load_cluster(CLUSTERS / "paper_vgg16.yaml")
+    advice = advise(cluster, ["configs/homogeneous_16gpu.yaml", "cluster.workers_per_replica=4"], [16])
+    plain = advise(cluster, ["configs/homogeneous_16gpu.yaml"], [16])
+
+    def of(some: Advice, algorithm: str) -> Candidate:
+        return next(c for c in some.candidates if (c.algorithm, c.period, c.payload) == (algorithm, 5, "fp32"))
+
+    ours, flat = of(advice, "cocod"), of(plain, "cocod")
+    assert ours.step_bytes == pytest.approx(flat.step_bytes * (2 * 3 / 4 / 4) / (2 * 15 / 16), rel=1e-3)
+    assert ours.steps_needed < flat.steps_needed  # of four workers, not of sixteen
+    ssgd = [next(c for c in some.candidates if c.algorithm == "ssgd") for some in (advice, plain)]
+    assert ssgd[0] == ssgd[1]
+    assert load_config(["configs/homogeneous_16gpu.yaml", "cluster.workers_per_replica=4", *advice.overrides])
+
+
+def test_sharded_nodes_are_planned_without_algorithms_that_sum_all_gradients() -> None:
+    advice = advise(load_cluster(CLUSTERS / "paper_vgg16.yaml"), ["configs/sharded_4x4.yaml"])
+    assert {candidate.algorithm for candidate in advice.candidates} == {"local", "cocod", "asynlocal"}
+    assert [row.num_workers for row in advice.expected] == [4, 8, 16, 32, 64]
+    config = load_config(["configs/sharded_4x4.yaml", *advice.overrides])
+    assert (config.cluster.shard, config.cluster.workers_per_replica) == ("fsdp", 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["cluster.workers_per_replica=2"], "=2: does not make nodes of 2 workers; give --workers=4"),
+        (["cluster.workers_per_replica=3"], "=3: does not make nodes of 2 workers; give --workers=6"),
+    ],
+)
+def test_one_node_has_nobody_to_average_with(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_cluster(even_cluster(1.0), tmp_path / "two.yaml")
-    assert plan(*TASK, "cluster.workers_per_replica=2", "--cluster", str(tmp_path / "two.yaml")) == 2
-    assert "cluster.workers_per_replica=2: algorithms without nodes are compared here" in capsys.readouterr().err
+    assert plan(*TASK, *arguments, "--cluster", str(tmp_path / "two.yaml")) == 2
+    assert f"error: cluster.workers_per_replica{line}" in capsys.readouterr().err
+
+
+def test_a_shared_out_model_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("configs/sharded_4x4.yaml", "--save", "never.yaml") == 2
+    assert "error: cluster.shard=fsdp: is not measured, which takes a whole model" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------- period: auto

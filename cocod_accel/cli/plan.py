@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     """Start workers that measure and write ``--save``."""
+    from cocod_accel.config.loading import merged_config
     from cocod_accel.plan.measure import MODULE
 
     if options.save.exists() and not options.force:
@@ -71,4 +72,7 @@ def _measure(options: argparse.Namespace) -> int:
         raise ConfigError(f"--save={options.save}: its folder does not exist; create it first")
     if not 0 < options.seconds <= 3600:
         raise ConfigError(f"--seconds={options.seconds:g}: must be positive and at most 3600")
+    shard = merged_config(options.configs).cluster.shard
+    if shard is not None:
+        raise ConfigError(f"cluster.shard={shard}: is not measured, which takes a whole model; describe it with --cluster")
     return start_workers(options, module=MODULE, arguments=[str(options.save), str(options.seconds)])

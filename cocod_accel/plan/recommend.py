@@ -93,14 +93,15 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     ``counts``: the numbers of workers to expect speedups for, the cluster's own among them; None: up to 64 at least.
     """
     planner = _Planner(list(arguments))
-    num_workers = cluster.num_workers
+    num_workers, num_nodes = cluster.num_workers, planner.num_nodes(cluster)
     choice = planner.choice(cluster)
     candidates = planner.candidates(cluster, choice)
-    expected = [planner.expected(cluster.resized(n)) for n in counts or worker_counts(num_workers)]
+    counts = counts or [n * planner.node_size for n in worker_counts(num_nodes, 64 // planner.node_size)]
+    expected = [planner.expected(cluster.resized(n)) for n in counts]
     offered = {c.algorithm: c for c in candidates if c.algorithm != "cocod"}
     ours = soonest([c for c in candidates if c.algorithm == "cocod"], choice, planner.fragments)
     offered |= {} if ours is None else {"cocod": ours}
-    algorithm, why = best_algorithm({name: candidate.speedup for name, candidate in offered.items()}, num_workers)
+    algorithm, why = best_algorithm({name: candidate.speedup for name, candidate in offered.items()}, num_nodes)
     kind, taken = algorithm_class(algorithm), offered[algorithm]
     config = planner.config(cluster, algorithm, Choice(taken.payload, taken.period, taken.delay))
     work = Work.of(config, task_facts(config).num_train, 0)
@@ -142,11 +143,11 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     return advice
 
 
-def worker_counts(own: int) -> list[int]:
-    """1, 2, 4, ... up to 64 at least, and the cluster's own."""
+def worker_counts(own: int, most: int = 64) -> list[int]:
+    """1, 2, 4, ... up to ``most`` at least, and the cluster's own."""
     counts = {own}
     n = 1
-    while n <= max(64, own):
+    while n <= max(most, own):
         counts.add(n)
         n *= 2
     return sorted(counts)
@@ -159,13 +160,16 @@ class _Planner:
         self._arguments = arguments
         #: As the user wrote it; it need not fit the cluster, nor any algorithm.
         self._given = merged_config([*arguments, *_REAL_ONLY])
-        options, size = self._given.algorithm, self._given.cluster.workers_per_replica
-        if size != 1:
-            fix = "use 1 to plan, and cocod simulate for nodes"
-            raise ConfigError(f"cluster.workers_per_replica={size}: algorithms without nodes are compared here; {fix}")
+        options = self._given.algorithm
+        #: Workers that hold one model together; every algorithm but S-SGD and Pipe-SGD averages between nodes.
+        self.node_size = self._given.cluster.workers_per_replica
         # With any number of fragments and any period of the user's, and whatever is of another algorithm.
         own = ["algorithm.name=cocod", "algorithm.period=1000000", "cluster.proportional=false"]
-        own += ["algorithm.optimizer_state=keep", "algorithm.payload=fp32", f"cluster.num_workers={len(self._speeds) or 2}"]
+        own += [
+            "algorithm.optimizer_state=keep",
+            "algorithm.payload=fp32",
+            f"cluster.num_workers={len(self._speeds) or 2 * self.node_size}",
+        ]
         load_config([*arguments, *_REAL_ONLY, *own])
         #: A round is at least as many steps as a model is sent in parts.
         self.fragments = options.fragments
@@ -178,12 +182,24 @@ class _Planner:
         speeds = self._given.cluster.speeds
         return list(speeds) if isinstance(speeds, list) else []
 
+    def num_nodes(self, cluster: Cluster) -> int:
+        """How many models are averaged."""
+        size, num_workers = self.node_size, cluster.num_workers
+        if num_workers % size or num_workers == size > 1:
+            fix = "give --workers=" + str(size * max(2, num_workers // size))
+            raise ConfigError(f"cluster.workers_per_replica={size}: does not make nodes of {num_workers} workers; {fix}")
+        return num_workers // size
+
     def config(self, cluster: Cluster, algorithm: str, choice: Choice, *, steps: int | None = None) -> Config:
         kind = algorithm_class(algorithm)
         uneven = is_uneven(cluster) and kind.same_period
+        if self._given.cluster.shard is not None:  # the workers of a node have equal batches
+            speeds = cluster.speeds()
+            uneven = uneven and all(speed == speeds[i - i % self.node_size] for i, speed in enumerate(speeds))
         own = [f"cluster.proportional={str(uneven).lower()}"]
         if kind.reduces_gradients:
             choice = _GRADIENTS
+            own += ["cluster.workers_per_replica=1"] if self.node_size > 1 else []
         delay = choice.delay if "delay" in inspect.signature(kind).parameters else None
         own += [
             f"algorithm.period={choice.period}",
@@ -236,12 +252,12 @@ class _Planner:
     def warnings(self, cluster: Cluster, period: int) -> list[str]:
         """About rounds that are longer than tested, or than the bound allows."""
         config = self.config(cluster, "cocod", Choice("fp32", self.fragments, None))
-        num_steps, num_workers = _num_steps(config), cluster.num_workers
-        bound = paper_period_bound(num_steps, num_workers)
+        num_steps, num_models = _num_steps(config), cluster.num_workers // self.node_size
+        bound = paper_period_bound(num_steps, num_models)
         warnings = []
         if period > max(1.0, bound):
             warnings.append(
-                f"period {period} is above theory's {bound:.2g} for {num_steps} steps of {num_workers} workers "
+                f"period {period} is above theory's {bound:.2g} for {num_steps} steps of {num_models} workers "
                 f"(the O(T^(1/4) / N^(3/4)) bound, scaled to the paper's {PAPER_PERIOD}); accuracy may suffer; compare it "
                 "with a shorter period"
             )
@@ -286,7 +302,8 @@ class _Planner:
             steps = own * max(rounds, math.ceil(_STEPS / own))
             config = self.config(cluster, algorithm, choice, steps=steps)
             if cluster.num_workers not in self._num_steps:
-                self._num_steps[cluster.num_workers] = _num_steps(self.config(cluster, "ssgd", choice))
+                plain = self.config(cluster, "cocod", Choice("fp32", self.fragments, None))
+                self._num_steps[cluster.num_workers] = _num_steps(plain)
         except ConfigError:
             return None
         num_steps = self._num_steps[cluster.num_workers]
@@ -294,7 +311,11 @@ class _Planner:
         samples = done.num_samples / min(done.timeline.steps)
         throughput = done.steady_speedup()
         needed = learned().steps_needed(
-            algorithm, span_of(algorithm, choice.period, choice.delay), choice.payload, cluster.num_workers, num_steps
+            algorithm,
+            span_of(algorithm, choice.period, choice.delay),
+            choice.payload,
+            cluster.num_workers // self.node_size,
+            num_steps,
         )
         return Candidate(
             algorithm=algorithm,
@@ -340,6 +361,8 @@ class _Planner:
             if getattr(given.algorithm, key) != getattr(options, key):
                 own.append(f"algorithm.{key}={_value(getattr(options, key))}")
         own.append(f"cluster.num_workers={cluster.num_workers}")
+        if planned.cluster.workers_per_replica != given.cluster.workers_per_replica:
+            own.append(f"cluster.workers_per_replica={planned.cluster.workers_per_replica}")
         by_speed = planned.cluster.proportional or not algorithm_class(options.name).same_period
         if by_speed:
             own.append(f"cluster.speeds=[{','.join(_number(speed) for speed in cluster.speeds())}]")
