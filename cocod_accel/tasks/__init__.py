@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from typing import Any
 
@@ -16,6 +14,7 @@ from cocod_accel.tasks.data import DATASETS, Task, check_files, own_task
 from cocod_accel.tasks.facts import TaskFacts, known_facts
 from cocod_accel.tasks.metrics import task_loss, task_metrics
 from cocod_accel.tasks.models import MODELS, SEQUENCE_MODELS
+from cocod_accel.tasks.names import entry, imported
 
 __all__ = [
     "DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "check_model", "check_task",
@@ -30,7 +29,7 @@ def build_task(config: Config) -> Task:
     task_metrics(config)
     if ":" in name:
         return own_task(_call(name, config.task.args, "task"), config)
-    task: Task = _choose(DATASETS, name, "task.name")(config)
+    task: Task = entry(DATASETS, name, "task.name")(config)
     return task
 
 
@@ -57,7 +56,7 @@ def task_facts(config: Config) -> TaskFacts:
     if ":" in config.task.name:
         task = build_task(config)
         return TaskFacts(task.num_train, task.num_test, task.input_shape, task.num_classes)
-    _choose(DATASETS, config.task.name, "task.name")
+    entry(DATASETS, config.task.name, "task.name")
     return known_facts(config)
 
 
@@ -79,7 +78,7 @@ def build_model(config: Config, task: Task | TaskFacts) -> nn.Module:
 
 def _known_model(config: Config, task: TaskFacts | Task | None) -> Any:
     name = config.model.name
-    kind = _choose(MODELS, name, "model.name")
+    kind = entry(MODELS, name, "model.name")
     known = list(inspect.signature(kind).parameters)[2:]
     if config.model.args and not known:
         raise ConfigError(f"model.args={config.model.args}: requires model.name=module:callable")
@@ -118,27 +117,13 @@ def _clip(parameters: list[nn.Parameter], limit: float) -> None:
     nn.utils.clip_grad_norm_(parameters, limit)
 
 
-def _choose(table: dict[str, Any], name: str, key: str) -> Any:
-    if name not in table:
-        near = difflib.get_close_matches(name, list(table), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(table)}, or give module:callable"
-        raise ConfigError(f"{key}={name}: unknown {key.removesuffix('.name')}; {hint}")
-    return table[name]
-
-
 def _call(name: str, arguments: dict[str, Any], section: str) -> Any:
     return _found(name, arguments, section)(**arguments)
 
 
 def _found(name: str, arguments: dict[str, Any], section: str) -> Any:
     """The user's callable, which takes these arguments."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"{section}.name={name}: cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
-        ) from error
+    function = imported(name, f"{section}.name")
     try:
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError) as error:

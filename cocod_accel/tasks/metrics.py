@@ -7,8 +7,6 @@ its batch. A user's metric is better the higher it is, unless the function has a
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.config.settings import ACCURACY, Config
-from cocod_accel.config.strict import ConfigError, first_line, require
+from cocod_accel.config.strict import require
+from cocod_accel.tasks.names import entry, imported
 
 Loss = Callable[[Any, Any], Tensor]
 HIGHER, LOWER = "higher", "lower"
@@ -102,7 +101,7 @@ METRICS: dict[str, Metric] = {
 def task_loss(config: Config) -> Loss:
     """The loss that ``task.loss`` names."""
     name = config.task.loss
-    return _own(name, "task.loss") if ":" in name else _choose(LOSSES, name, "task.loss")  # type: ignore[no-any-return]
+    return _own(name, "task.loss") if ":" in name else entry(LOSSES, name, "task.loss")  # type: ignore[no-any-return]
 
 
 def task_metrics(config: Config) -> list[Metric]:
@@ -111,7 +110,7 @@ def task_metrics(config: Config) -> list[Metric]:
     for index, name in enumerate(config.metrics):
         key = f"task.metrics[{index}]"
         if ":" not in name:
-            found.append(_choose(METRICS, name, key))
+            found.append(entry(METRICS, name, key))
             continue
         function = _own(name, key)
         better = getattr(function, "better", HIGHER)
@@ -134,19 +133,7 @@ def floated(outputs: Any) -> Any:
     return outputs
 
 
-def _choose(table: Mapping[str, Any], name: str, key: str) -> Any:
-    if name not in table:
-        near = difflib.get_close_matches(name, list(table), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(table)}, or give module:callable"
-        raise ConfigError(f"{key}={name}: unknown name; {hint}")
-    return table[name]
-
-
 def _own(name: str, key: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(f"{key}={name}: cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?") from error
+    function = imported(name, key)
     require(callable(function), key, name, "must be a function of (outputs, targets)")
     return function
