@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from cocod_accel.comm.watchdog import store_of
+from cocod_accel.comm.watchdog import _FAULT, Watch, _place, store_of
 from tests.test_trainer import ROOT
 from tests.workers import run_workers
 
@@ -78,3 +79,28 @@ def kept_apart(rank: int) -> bytes:
 
 def test_two_models_of_different_workers_do_not_hear_each_other() -> None:
     assert run_workers(2, kept_apart) == [b"0", b"1"]
+
+
+class LastWords(dist.HashStore):
+    """Somebody writes down what is wrong just after it was looked up for the first time."""
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(super().check(keys))
+        if not found and keys == [_FAULT]:
+            self.set(_FAULT, json.dumps([2, "has not responded for 6 s"]))
+        return found
+
+
+def test_a_worker_that_ended_because_of_another_is_not_accused() -> None:
+    store = LastWords()
+    beat = {
+        "count": 1,
+        "place": _place(),
+        "pid": os.getpid(),
+        "begun": "of one that has ended",
+        "doing": "step 3",
+        "state": "",
+    }
+    store.set("cocod_accel/beat/1", json.dumps(beat))
+    watch = Watch(store, 0, 3, frozen_seconds=6, on_fault=lambda rank, what: None)
+    assert watch.explain(2) == (2, "has not responded for 6 s")

@@ -89,7 +89,7 @@ class Watch:
             nonlocal found
             try:
                 while not found and time.monotonic() < end:
-                    culprit = self._fault() or self._neighbour(is_needed=True)
+                    culprit = self._culprit(is_needed=True)
                     if culprit is not None:
                         found.append(culprit)
                         self._accuse(*culprit)
@@ -119,7 +119,7 @@ class Watch:
             last = now
             try:
                 self._beat()
-                found = self._fault() or self._neighbour()
+                found = self._culprit()
                 failures, self._answered = 0, time.monotonic()
             except Exception:  # the store's connection is gone
                 failures += 1
@@ -151,6 +151,12 @@ class Watch:
         beat = {"count": self._count, "place": _place(), "pid": os.getpid(), "begun": _begun(os.getpid())}
         beat |= {"doing": self._place_now, "state": state}
         self._store.set(f"cocod_accel/beat/{self._rank}", json.dumps(beat))
+
+    def _culprit(self, *, is_needed: bool = False) -> tuple[int, str] | None:
+        """What somebody has written down; if nobody has, what is wrong with the neighbour."""
+        found = self._fault() or self._neighbour(is_needed=is_needed)
+        # A neighbour may have ended because of another worker, and written that down between the two looks.
+        return found and (self._fault() or found)
 
     def _fault(self) -> tuple[int, str] | None:
         if not self._store.check([_FAULT]):
