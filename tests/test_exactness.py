@@ -70,6 +70,7 @@ def test_every_step_equals_the_serial_reference(name: str, num_workers: int) -> 
     check_all(name, num_workers)
 
 
+@pytest.mark.slow
 def test_five_workers_equal_the_serial_reference() -> None:
     for name in ALGORITHMS:
         check_all(name, 5)

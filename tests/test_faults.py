@@ -142,7 +142,9 @@ def are_importing(pids: Iterable[int]) -> bool:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("moment", ["at once", pytest.param("importing", marks=pytest.mark.slow), "connecting"])
+@pytest.mark.parametrize(
+    "moment", ["at once", *(pytest.param(name, marks=pytest.mark.slow) for name in ("importing", "connecting"))]
+)
 def test_a_launcher_that_is_killed_leaves_no_worker(moment: str, tmp_path: Path) -> None:
     """Before the run folder exists, nobody keeps heartbeats yet."""
     mark = tmp_path / "building"
@@ -182,7 +184,7 @@ def test_a_worker_that_raises_or_exits_ends_the_run_by_name(model: str, message:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 5)])
 def test_killed_again_and_again_the_run_ends_with_the_same_bits(kills: int, tmp_path: Path) -> None:
     """At random moments; python -m tests.soak kills 50 times."""
     found: dict[str, Any] = soak(tmp_path, kills=kills, seed=1)

@@ -261,6 +261,7 @@ def combined(rank: int, given: list[reference_engine.Case]) -> Any:
 PAYLOADS = ["fp32", "bf16", "int8", "int4", "ternary", "topk:0.2", "fp32", "fp32"]
 
 
+@pytest.mark.slow
 def test_combinations_equal_the_serial_reference() -> None:
     draw = random.Random(5)
     given: list[Any] = []
@@ -307,6 +308,7 @@ def saved(rank: int, folder: str, num_nodes: int, steps: int, dies_at: int | Non
     return (None if resumed is None else resumed.is_exact), begin, [*whole(model), *moments], (stats.bytes, stats.rounds)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit_and_other_nodes_from_the_mean(tmp_path: Path) -> None:
     expected = run_workers(4, saved, str(tmp_path / "whole"), 2, 11, fresh=True)
     killed = run_outcomes(4, saved, str(tmp_path / "parts"), 2, 11, 7, fresh=True)

@@ -86,7 +86,7 @@ def serial(name: str, codec: str, weights: list[float]) -> list[list[list[Tensor
     return [trace] * n
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 5])
+@pytest.mark.parametrize("num_workers", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_step_equals_the_serial_reference(num_workers: int) -> None:
     results = run_workers(num_workers, traces, ROWS)
     for index, (name, codec, weighting) in enumerate(ROWS):

@@ -254,6 +254,7 @@ def test_a_slurm_job_that_is_told_to_end_saves_is_requeued_and_goes_on(tmp_path:
     assert (tmp_path / "scontrol").read_text().count("\n") == 1, "an ended job is not put back"
 
 
+@pytest.mark.slow
 def test_a_slurm_job_that_fails_is_not_requeued(tmp_path: Path) -> None:
     process = slurm_job(tmp_path, "algorithm.nam=cocod")
     try:

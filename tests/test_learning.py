@@ -262,7 +262,7 @@ def train_real(rank: int, num_workers: int) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("num_workers", [3, 5])
+@pytest.mark.parametrize("num_workers", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_three_and_five_workers_agree_with_processes_over_200_steps(num_workers: int) -> None:
     real = run_workers(num_workers, train_real, num_workers)
     for index, (name, weights, periods, num_steps) in enumerate(variants(num_workers)):

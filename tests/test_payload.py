@@ -317,7 +317,7 @@ def all_rows(rank: int, rows: list[Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 5])
+@pytest.mark.parametrize("num_workers", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_step_equals_the_serial_reference(num_workers: int) -> None:
     rows = [row for row in ROWS if row[-1] == torch.float64 or num_workers == 2]
     rows = rows[:: 2 if num_workers == 5 else 1]

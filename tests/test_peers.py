@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from cocod_accel.comm.watchdog import _FAULT, Watch, _place, store_of
 from tests.test_trainer import ROOT
@@ -81,7 +82,7 @@ def test_two_models_of_different_workers_do_not_hear_each_other() -> None:
     assert run_workers(2, kept_apart) == [b"0", b"1"]
 
 
-class LastWords(dist.HashStore):
+class LastWords(HashStore):  # type: ignore[misc, unused-ignore]
     """Somebody writes down what is wrong just after it was looked up for the first time."""
 
     def check(self, keys: list[str]) -> bool:
