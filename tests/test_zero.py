@@ -260,11 +260,11 @@ def test_engines_equal_the_serial_reference(name: str) -> None:
         assert rounds == ROUNDS
         for row, wanted in zip(trace, expected[rank // 2], strict=True):
             for ours, theirs in zip(row, wanted, strict=False):
-                torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-6)
+                torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
         if case.algorithm != "asynlocal":
             w = reference.shares([case.weight(node) for node in range(2)])
             for ours, one, other in zip(trace[4][4:], expected[0][4], expected[1][4], strict=True):
-                torch.testing.assert_close(ours.double(), w[0] * one + w[1] * other, rtol=0, atol=2e-6)
+                torch.testing.assert_close(ours.double(), w[0] * one + w[1] * other, rtol=0, atol=1e-6)
         assert all(torch.equal(a, b) for a, b in zip(final, results()[0][name][1], strict=True))
 
 
