@@ -542,6 +542,14 @@ def test_plan_from_a_cluster_file(
     assert "simulated" in (tmp_path / "out" / "expected_speedup.svg").read_text()
 
 
+def test_failures_are_told_of_the_recommended_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_cluster(slow_link(20), tmp_path / "two.yaml")
+    assert plan(*TASK, "--cluster", str(tmp_path / "two.yaml"), "--out", str(tmp_path), "--failures", "2") == 0
+    said = capsys.readouterr().out
+    assert "expected goodput with 2 failures an hour" in said
+    assert said.split("expected goodput")[1].splitlines()[3].startswith("cocod ")
+
+
 def test_one_worker_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_cluster(even_cluster(3.0).resized(1), tmp_path / "one.yaml")
     assert plan(*TASK, "--cluster", str(tmp_path / "one.yaml"), "--out", str(tmp_path)) == 0

@@ -136,3 +136,20 @@ def test_whoever_waits_most_of_the_time_is_pointed_to_the_plan(
     line = f"with {name} a worker waits for most of the time; what to train with: cocod plan {' '.join(given[1:])} "
     assert (f"{line}--cluster {given[0]}\n" in said) == waits
     assert waits or "waits for most" not in said
+
+
+def test_goodput_is_told_of_both_ways_to_live_with_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "configs/cluster/office_1gbe.yaml", "task.name=synthetic", "model.name=mlp", "--steps", "20"]
+    arguments += ["--out", str(tmp_path)]
+    assert cli.main([*arguments, "--failures", "4", "--restart-seconds", "120"]) == 0
+    said = capsys.readouterr().out
+    assert "expected goodput with 4 failures an hour, each worker back after 120 s" in said
+    rows = {
+        line.split()[0]: line.split()[-2:] for line in said.split("expected goodput")[1].splitlines() if line[:1].isalpha()
+    }
+    assert rows["ssgd"][1] == rows["pipe"][1] == "-", "nobody goes on alone there"
+    assert 0 < float(rows["cocod"][0]) < float(rows["cocod"][1]) < 1
+    assert cli.main([*arguments, "--restart-seconds", "120"]) == 2
+    assert "--restart-seconds=120: is about failures; add --failures=N" in capsys.readouterr().err
+    assert cli.main([*arguments, "--failures", "-1"]) == 2
+    assert "--failures=-1: must be from 0 to 1000000" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import math
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from cocod_accel.sharding.plan import plan_workers
 from cocod_accel.theory import (
     PAPER_CONSTANT,
     PAPER_ITERATIONS,
+    Failures,
     Problem,
     StepTimes,
     cocod_bounded_step_seconds,
@@ -437,3 +439,48 @@ def test_the_numbers_of_the_documentation() -> None:
     # Every function and class is explained there, by name.
     missing = [name for name in theory.__all__ if f"`{name}" not in text and not name.startswith("PAPER_")]
     assert set(missing) <= {"IterationCondition"}, missing
+
+
+# ------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(("per_hour", "restart", "checkpoint"), [(2, 60, 600), (12, 120, 300), (60, 10, 30)])
+def test_goodput_of_restarting_is_that_of_drawn_failures(per_hour: float, restart: float, checkpoint: float) -> None:
+    chance, rate = random.Random(0), per_hour / 3600
+    elapsed, pieces = 0.0, 4000
+    for _ in range(pieces):
+        needed = checkpoint
+        while (failure := chance.expovariate(rate)) < needed:  # a restart may fail, too
+            elapsed += failure
+            needed = restart + checkpoint
+        elapsed += needed
+    expected = Failures(per_hour, restart).goodput_of_restarting(checkpoint)
+    assert pieces * checkpoint / elapsed == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(("per_hour", "restart", "workers", "round_"), [(4, 60, 4, 5), (60, 120, 8, 20), (200, 30, 4, 10)])
+def test_goodput_of_going_on_is_that_of_drawn_failures(per_hour: float, restart: float, workers: int, round_: float) -> None:
+    chance, failures = random.Random(0), Failures(per_hour, restart)
+    rate, span = per_hour / 3600 / workers, 4e6
+    back_at, done, held = [0.0] * workers, 0.0, 0.0
+    now = 0.0
+    while now < span:
+        passed = chance.expovariate(rate * workers)
+        until = now + passed
+        for rank in range(workers):
+            done += max(0.0, until - max(now, back_at[rank]))
+        now, failed = until, chance.randrange(workers)
+        if back_at[failed] > now:  # it is away, and cannot fail
+            continue
+        done -= chance.uniform(0, round_)
+        back_at[failed] = now + restart + chance.uniform(0, round_)
+        held += failures.heartbeat_seconds * sum(at <= now for at in back_at)
+    found = (done - held) / (workers * now)
+    assert found == pytest.approx(failures.goodput_of_going_on(workers, round_), rel=0.01)
+
+
+def test_goodput_has_its_limits() -> None:
+    assert Failures(0, 60).goodput_of_restarting(600) == Failures(0, 60).goodput_of_going_on(4, 10) == 1
+    assert Failures(1e6, 60).goodput_of_restarting(1e6) == 0
+    assert Failures(1e6, 60).goodput_of_going_on(4, 10) == pytest.approx(0, abs=0.01)
+    assert Failures(1e-3, 60).goodput_of_restarting(600) == pytest.approx(1, abs=1e-3)

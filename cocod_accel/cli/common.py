@@ -16,6 +16,7 @@ from cocod_accel.extras import missing
 
 if TYPE_CHECKING:
     from cocod_accel.config.settings import Config
+    from cocod_accel.theory import Failures
 
 #: What ``add_subparsers`` returns.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -53,6 +54,28 @@ def check_at_least(option: str, value: int | None, least: int) -> None:
     """Refuse an option's value that is too small; None: not given."""
     if value is not None and value < least:
         raise ConfigError(f"{option}={value}: must be at least {least}")
+
+
+def add_failures(parser: argparse.ArgumentParser) -> None:
+    """What fails; :func:`failures_of` reads it."""
+    parser.add_argument("--failures", type=float, metavar="N", help="workers that fail in an hour, of all: expected goodput")
+    parser.add_argument(
+        "--restart-seconds", type=float, metavar="S", help="from a failure until its worker trains again; default: 60"
+    )
+
+
+def failures_of(options: argparse.Namespace) -> Failures | None:
+    from cocod_accel.theory import Failures
+
+    given, seconds = options.failures, options.restart_seconds
+    if given is None:
+        if seconds is not None:
+            raise ConfigError(f"--restart-seconds={seconds:g}: is about failures; add --failures=N, a number in an hour")
+        return None
+    for flag, value in (("--failures", given), ("--restart-seconds", seconds)):
+        if value is not None and not 0 <= value <= 1e6:
+            raise ConfigError(f"{flag}={value:g}: must be from 0 to 1000000")
+    return Failures(given, 60.0 if seconds is None else seconds)
 
 
 def start_workers(

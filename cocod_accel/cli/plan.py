@@ -10,8 +10,10 @@ from cocod_accel.cli.common import (
     Commands,
     add_accelerate_config,
     add_configs,
+    add_failures,
     add_workers,
     check_at_least,
+    failures_of,
     say_without_figures,
     start_workers,
 )
@@ -29,16 +31,19 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--seconds", type=float, default=40.0, help="about how long to measure; default: 40")
     add_accelerate_config(parser)
+    add_failures(parser)
     parser.add_argument("--out", type=Path, default=Path("plan"), metavar="DIR", help="folder of the figure; default: plan")
     return parser
 
 
 def run(options: argparse.Namespace) -> int:
-    from cocod_accel.plan.recommend import advise
+    from cocod_accel.plan.recommend import advise, planned_run
     from cocod_accel.plan.tables import report, scaling_of
     from cocod_accel.simulator.cluster import load_cluster
+    from cocod_accel.simulator.tables import goodput_table
 
     check_at_least("--workers", options.workers, 1)
+    failures = failures_of(options)
     path = options.save if options.cluster is None else options.cluster
     if options.cluster is None:
         code = _measure(options)
@@ -49,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
         cluster = cluster.resized(options.workers)
     advice = advise(cluster, options.configs)
     print(printable_lines(report(cluster, advice, options.configs)))
+    if failures is not None:
+        print("\n" + goodput_table([planned_run(cluster, options.configs, advice)], failures))
     if not say_without_figures():
         from cocod_accel.report.figures import draw_expected, save_figures
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cocod_accel.cli.common import Commands, add_configs, add_workers, check_at_least
+from cocod_accel.cli.common import Commands, add_configs, add_failures, add_workers, check_at_least, failures_of
 from cocod_accel.config.strict import ConfigError, printable, printable_lines, require_choice
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
     parser.add_argument("--learn", action="store_true", help="also train all workers for real, in turn, in this process")
     parser.add_argument("--spans", type=int, metavar="STEPS", help="keep the spans of this many steps; default: 200")
+    add_failures(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to create run folders; default: runs/simulated")
     return parser
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from cocod_accel.simulator.folders import write
     from cocod_accel.simulator.learning import Learning
     from cocod_accel.simulator.simulate import Simulated, simulate
-    from cocod_accel.simulator.tables import report
+    from cocod_accel.simulator.tables import goodput_table, report
 
     cluster = load_cluster(options.cluster)
     check_at_least("--workers", options.workers, 1)
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if options.learn and options.steps is not None:
         raise ConfigError(f"--steps={options.steps}: --learn trains whole epochs; drop --steps and set schedule.epochs=1")
     check_at_least("--spans", options.spans, 0)
+    failures = failures_of(options)
     configs, skipped = _configs(cluster, options.configs, options.algorithms, options.steps)
     runs: list[Simulated] = []
     folders: list[Path] = []
@@ -66,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
             folders.append(write(done, Learning(config, on_step=bar.update).rows()))
     print(printable_lines(report(cluster, runs)))
+    if failures is not None:
+        print("\n" + goodput_table(runs, failures) + "\n")
     waiting = [done.config.algorithm.name for done in runs if done.exposed_share > 0.5]
     if waiting:
         resized = [] if options.workers is None else ["--workers", str(options.workers)]

@@ -20,7 +20,7 @@ from cocod_accel.plan.candidates import Candidate, best_algorithm, soonest
 from cocod_accel.plan.findings import ALIKE, alike
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.simulator.cluster import Cluster
-from cocod_accel.simulator.simulate import configured, expected_times, simulate
+from cocod_accel.simulator.simulate import Simulated, configured, expected_times, simulate
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import PAPER_PERIOD, StepTimes, paper_period_bound
 from cocod_accel.theory.hiding import AUTO, CODES, LOSS, MARGIN, Choice, choose, hiding_delay, lost_share
@@ -141,6 +141,12 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
     why_rate = scaled if config.optimizer.scale_learning_rate else unscaled
     advice.reasons.append(("learning rate", f"{advice.learning_rate:g}", why_rate))
     return advice
+
+
+def planned_run(cluster: Cluster, arguments: Sequence[str], advice: Advice) -> Simulated:
+    """The first steps of what was recommended."""
+    config = configured(cluster, [*arguments, *advice.overrides, *_REAL_ONLY])
+    return simulate(cluster, config, steps=max(_STEPS, 2 * advice.period))
 
 
 def worker_counts(own: int, most: int = 64) -> list[int]:

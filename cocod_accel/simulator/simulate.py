@@ -75,6 +75,18 @@ class Simulated:
         return parcels.gradients.sent_bytes + sum(part.sent_bytes for part in parcels.parts) / algorithm.period.at(0)
 
     @property
+    def checkpoint_seconds(self) -> float:
+        """From one checkpoint to the next, as the configuration says; the whole run, if it writes none."""
+        given, steps = self.config.checkpoint, self.work.steps
+        every = float(sum(steps))
+        if given.every_epochs is not None:
+            every = min(every, given.every_epochs * sum(steps) / len(steps))
+        if given.every_steps is not None:
+            every = min(every, given.every_steps)
+        seconds = every * self.step_seconds
+        return seconds if given.every_minutes is None else min(seconds, 60 * given.every_minutes)
+
+    @property
     def exposed_share(self) -> float:
         """Of the training time, spent blocked by communication or by slower workers; of the worker for whom it is most."""
         return float(self.timeline.fleet.exposed_seconds.max()) / self.timeline.train_seconds

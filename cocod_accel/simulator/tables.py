@@ -8,6 +8,7 @@ from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.runs.tables import aligned
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.simulate import Simulated
+from cocod_accel.theory import Failures
 
 
 def report(cluster: Cluster, runs: Sequence[Simulated]) -> str:
@@ -21,6 +22,30 @@ def report(cluster: Cluster, runs: Sequence[Simulated]) -> str:
             aligned([header, *rows]),
             f"speedup: throughput relative to one worker of speed 1 on its own; linear would be {sum(speeds):g}",
             "exposed: share of the time the worst worker was blocked; MB sent: by one worker over the whole run",
+        ]
+    )
+
+
+def goodput_table(runs: Sequence[Simulated], failures: Failures) -> str:
+    """What is left of a run in which workers fail, if all restart, and if the others go on."""
+    rows = [["algorithm", "period", "all restart", "the others go on"]]
+    intervals = set()
+    for run in runs:
+        interval = run.checkpoint_seconds
+        intervals.add(f"{interval:.0f} s")
+        kept = f"{failures.goodput_of_restarting(interval):.3f}"
+        round_seconds = run.work.algorithm.period.at(0) * run.step_seconds
+        joined = failures.goodput_of_going_on(run.cluster.num_workers, round_seconds)
+        kind = algorithm_class(run.config.algorithm.name)
+        goes_on = kind.same_period and not kind.reduces_gradients
+        rows.append([*_names(run), kept, f"{joined:.3f}" if goes_on else "-"])
+    return "\n".join(
+        [
+            f"expected goodput with {failures.per_hour:g} failures an hour, each worker back after "
+            f"{failures.restart_seconds:g} s; 1: nothing fails",
+            aligned(rows),
+            f"all restart: from checkpoints every {', '.join(sorted(intervals))} of training; the others go on: they wait "
+            f"{failures.heartbeat_seconds:g} s for each (docs/tutorials/machines_that_come_and_go.md)",
         ]
     )
 

@@ -30,6 +30,7 @@ from cocod_accel.theory.convergence import (
     theorem1_factors,
     theorem1_gradient_bound,
 )
+from cocod_accel.theory.failures import Failures
 from cocod_accel.theory.times import (
     StepTimes,
     cocod_bounded_step_seconds,
@@ -52,6 +53,7 @@ __all__ = [
     "PAPER_ITERATIONS",
     "PAPER_PERIOD",
     "PAPER_WORKERS",
+    "Failures",
     "IterationCondition",
     "Problem",
     "StepTimes",
