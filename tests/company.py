@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import pickle
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -96,8 +95,7 @@ class Process:
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        if self._process.is_alive():
-            self.signal(signal.SIGKILL)
+        self._process.kill()
         self._process.join()
 
     def close(self) -> None:

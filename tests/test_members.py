@@ -40,8 +40,8 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 3.0}
 Trace = dict[int, list[Tensor]]
 
 
-def members(address: str, name: str, **options: Any) -> Members:
-    return Members(**{"lighthouse": address, "token": TOKEN, "name": name, "timeout": 10.0, **options})
+def members(address: str, called: str, **options: Any) -> Members:
+    return Members(**{"lighthouse": address, "token": TOKEN, "name": called, "timeout": 10.0, **options})
 
 
 def settings(name: str, options: dict[str, Any]) -> Any:
@@ -128,11 +128,11 @@ def compare(results: dict[str, Any], algorithm: str, options: dict[str, Any]) ->
         delay=options.get("delay"),
         outer=options.get("outer"),
     )
-    for result in results.values():
-        assert result["trace"]
+    for name, result in results.items():
+        assert result["trace"], name
         for step, values in result["trace"].items():
             for ours, theirs in zip(values, expected[result["full_name"]][step], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+                assert torch.allclose(ours, theirs, rtol=0, atol=1e-12), f"{name} at step {step}: {lives}"
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -293,6 +293,7 @@ class Session:
             self._is_adrift, self._quiet_until = True, time.monotonic() + self._engine.forgets_after
         if job.kind is not Kind.EVALUATION:
             self.merged = line.merged + (job.kind is Kind.ROUND)
+            self._last = [replace(entry, merged=self.merged) for entry in self._last]
         job.succeeded = True
 
     def _gathered(self, line: Line) -> Gathering:
@@ -377,5 +378,6 @@ class Session:
         for key, there in others[0].about.items() if others else ():
             here = self.about.get(key, "")
             if here != there:
-                what = f"{key} {there}, this one {here}" if len(here) + len(there) < 100 else f"another {key}"
+                is_digest = key in ("model", "frozen parameters")
+                what = f"another {key}" if is_digest else f"{key} {there}, this one {here}"
                 raise MembersError(f"the workers of this run have {what}; start this one like the others")

@@ -65,7 +65,7 @@ class Membership:
             "algorithm": algorithm.name,
             "period": algorithm.stated_period,
             **{name: str(getattr(algorithm, name)) for name in algorithm.options},
-            "model (names, shapes or dtypes of its parameters and buffers)": subject.signature,
+            "model": subject.signature,
             "frozen parameters": digest_of(subject.frozen),
         }
         self.session = Session(members, about, weight, self._answer)
