@@ -56,18 +56,24 @@ class RegroupingComm:
         self.rank, self.size = 0, 1
         self._group: Any = None
 
-    def form(self, store: str, name: str, rank: int, size: int, host: str, seconds: float) -> None:
-        """Become a group of this name, which all its members pass; raises a RuntimeError if they do not come."""
+    def form(self, store: str, name: str, rank: int, size: int, host: str, *, come: float, seconds: float) -> None:
+        """Become a group of this name, which all its members pass; raises a RuntimeError if some do not ``come`` in time.
+
+        ``seconds``: that a sum may take.
+        """
         self.leave()
         if size > 1:
             address, port = split_address(store)
-            timeout = timedelta(seconds=seconds)
-            client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            patience = timedelta(seconds=come)
+            client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+            here = PrefixStore(f"cocod_accel/{name}", client)
+            here.set(f"here/{rank}", "")
+            here.wait([f"here/{other}" for other in range(size)], patience)
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            options._timeout = timeout
+            options._timeout = timedelta(seconds=seconds)
             options._devices = [gloo.create_device(hostname=host)]
-            self._group = gloo(PrefixStore(f"cocod_accel/{name}", client), rank, size, options)
+            self._group = gloo(here, rank, size, options)
         self.rank, self.size = rank, size
 
     def leave(self) -> None:

@@ -30,6 +30,8 @@ from cocod_accel.members.healing import Donor, HealingError, fetch
 from cocod_accel.members.settings import Members, MembersError
 
 _PAUSE_SECONDS = 0.05
+#: For those who have just answered to come together.
+_COME_SECONDS = 3.0
 #: A round of the others, in timeouts.
 _PATIENCE = 20
 #: How long a worker that leaves waits for an average under way.
@@ -305,7 +307,12 @@ class Session:
             self._broken()
             tickets = ",".join(f"{entry.name}/{entry.serial}/{line.members[0].at}" for entry in everyone)
             group = hashlib.blake2b(tickets.encode(), digest_size=12).hexdigest()
-            self.comm.form(everyone[0].store, group, rank, len(names), self.members.interface, self.members.timeout)
+            # Whoever is handed something first comes later; else, who does not come at once has died since it asked.
+            is_slow = bool(line.joiners) or any(entry.merged < line.merged for entry in line.members)
+            most = self.members.timeout
+            come = most if is_slow else min(_COME_SECONDS, most)
+            here = self.members.interface
+            self.comm.form(everyone[0].store, group, rank, len(names), here, come=come, seconds=most)
             self._group, self._names = group, names
         self._last = everyone
         joining = {entry.name for entry in line.joiners}
