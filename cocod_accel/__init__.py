@@ -33,6 +33,7 @@ try:
     from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
     from cocod_accel.checkpoint.export import export_model
     from cocod_accel.checkpoint.files import CheckpointError
+    from cocod_accel.members.settings import Members, MembersError
     from cocod_accel.sharding.loader import pass_through
     from cocod_accel.sharding.plan import WorkPlan, plan_workers
     from cocod_accel.sharding.sampler import ShardSampler
@@ -58,6 +59,8 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "Measured",
+    "Members",
+    "MembersError",
     "Outer",
     "PipeSGD",
     "Resumed",

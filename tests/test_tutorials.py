@@ -34,7 +34,7 @@ PAGES = [
 #: A minute or more each: ``make test`` only checks their commands, and ``make test-slow`` follows them.
 SLOW_PAGES = tuple(f"docs/tutorials/{page}.md" for page in ("choose_period", "compare", "mixed_gpus", "sharded"))
 #: Followed where the package is there: make test-integrations.
-NEEDS = {"docs/tutorials/lightning.md": "lightning"}
+NEEDS = {"docs/tutorials/lightning.md": "lightning", "docs/tutorials/machines_that_come_and_go.md": "torchft"}
 #: What one block may take, on a machine that is busy with other things.
 BLOCK_SECONDS, PAGE_SECONDS = 180, 500
 #: Set up or test everything: that make knows how is enough here.

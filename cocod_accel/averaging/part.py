@@ -27,7 +27,7 @@ from cocod_accel.comm.handles import Handle, ring_total
 
 
 @dataclass
-class _InFlight:
+class InFlight:
     """An average under way: the snapshot x_t, and the buffers that become the sum of all workers'.
 
     Once landed, ``handle`` is None, and ``total`` holds what :meth:`Part.merge` needs: x_t - z, or x_t if only a share of a
@@ -68,7 +68,7 @@ class Part:
         self.polls = Polls(route, kind)
         #: Of the last mean that was taken in.
         self.drift = Drift()
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._room = Room(self.parameters)
         self._kept: Snapshot | None = None
         is_needed = not route.is_alone and (codec != "fp32" or not self.rule.is_paper)
@@ -112,7 +112,7 @@ class Part:
         weights = self.route.weights
         is_coded = bool(self._coders) and self.point is not None and self.point.is_set
         self._fill(snapshot, total, is_coded)
-        flight = _InFlight(snapshot, total, None, is_coded=is_coded)
+        flight = InFlight(snapshot, total, None, is_coded=is_coded)
         if self.route.node is not None:
             self.route.node.average_([segment.flat for segment in total.segments if segment.is_extra])
             asked = self.polls.ask(total.header.device)
@@ -326,7 +326,7 @@ class Part:
             pair = self._room.renew()
             for core, value in zip(pair[1].cores, state["in_flight"], strict=True):
                 core.copy_(value)
-            self._in_flight = _InFlight(*pair, handle=None, is_coded=state["is_coded"])
+            self._in_flight = InFlight(*pair, handle=None, is_coded=state["is_coded"])
             if len(state["drift"]) == 4:
                 self._in_flight.drift = Drift.of_state(state["drift"][2:])
 
@@ -347,7 +347,7 @@ class Part:
                 scaled.flat.copy_(local)
             index += not scaled.is_extra
 
-    def _arrive(self, flight: _InFlight) -> None:
+    def _arrive(self, flight: InFlight) -> None:
         assert flight.handle is not None
         assert flight.header is not None
         self.route.traffic.wait_for([*flight.beside, flight.handle])
@@ -361,7 +361,7 @@ class Part:
         if flight.answer is not None:
             self.polls.read_answer(flight.answer)
 
-    def _divisor(self, flight: _InFlight, segment: Segment) -> float:
+    def _divisor(self, flight: InFlight, segment: Segment) -> float:
         """What turns ``total`` into the mean."""
         return 1.0 if flight.is_coded and not segment.is_extra else self.route.weights.total
 
@@ -369,7 +369,7 @@ class Part:
         if self.point is not None:
             self.point.is_set = True
 
-    def _count_bytes(self, flight: _InFlight) -> None:
+    def _count_bytes(self, flight: InFlight) -> None:
         """When an average is taken in, not when it arrives: a state saved in between must not change a count."""
         comm, traffic, total = self.route.comm, self.route.traffic, flight.total
         traffic.num_bytes += comm.sent_bytes(total.tails if flight.is_coded else total.payloads)

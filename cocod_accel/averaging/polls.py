@@ -54,17 +54,18 @@ class Polls:
 
     def read_headers(self, read: Callable[[Tensor], Votes], slots: Sequence[Tensor]) -> None:
         """Check what has arrived; on a device perhaps an average later."""
-        self._count(self._headers.check(read, slots, votes=self._travel_in_headers, at_once=self._at_once))
+        self.count(self._headers.check(read, slots, votes=self._travel_in_headers, at_once=self._at_once))
 
     def read_answer(self, votes: Tensor) -> None:
-        self._count(self._asked.check(_votes_in, [votes], votes=True, at_once=self._at_once))
+        self.count(self._asked.check(_votes_in, [votes], votes=True, at_once=self._at_once))
 
     def settle(self) -> None:
         """Read all that has been put off."""
         for arrivals in (self._headers, self._asked):
-            self._count(arrivals.settle())
+            self.count(arrivals.settle())
 
-    def _count(self, votes: Votes) -> None:
+    def count(self, votes: Votes) -> None:
+        """Votes that have arrived."""
         if self.ballot is not None:
             self.ballot.count(*votes)
 

@@ -46,13 +46,16 @@ class Replica:
         self.route = route
         sizes = [whole_size(parameter) for parameter in self.parameters]
         cuts = balanced_cuts(sizes, num_parts) if num_parts > 1 else [slice(None)]
-        self.parts = [Part(self.parameters[these], route, rule=rule, codec=codec) for these in cuts]
+        #: What makes a part.
+        self._new_part = Part if route.rounds is None else route.rounds.part
+        self.parts = [self._new_part(self.parameters[these], route, rule=rule, codec=codec) for these in cuts]
         #: The optimizer state of some parameters, averaged by value with them, except for evaluation; None: it stays local.
         self.optimizer_tensors: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
         self._exact: Part | None = None
         self._drifts = DriftHistory()
         #: The mean to evaluate with.
-        self.evaluation = Evaluation(self.parameters, buffers, self.parts, route)
+        evaluation = Evaluation if route.rounds is None else route.rounds.evaluation
+        self.evaluation = evaluation(self.parameters, buffers, self.parts, route)
         self._is_offloaded = False
 
     def offload(self) -> None:
@@ -129,7 +132,7 @@ class Replica:
 
     def launch_exact(self) -> None:
         """The first half of :meth:`equalise`: start the mean, in full."""
-        self._exact = Part(self.parameters, self.route, kind=Kind.FINISH)
+        self._exact = self._new_part(self.parameters, self.route, kind=Kind.FINISH)
         if self._is_offloaded:
             self._exact.offload()
         self._exact.launch(self._extras(self.parameters, with_buffers=True))

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from cocod_accel.averaging.weights import Weights, mean_
 from cocod_accel.comm.handles import Communicator
 from cocod_accel.comm.traffic import Traffic
+
+
+class Rounds(Protocol):
+    """Who makes averages where workers come and go; what it makes is in the place of the classes of this package."""
+
+    def part(self, *args: Any, **options: Any) -> Any:
+        """A ``Part``."""
+
+    def evaluation(self, *args: Any) -> Any:
+        """An ``Evaluation``."""
 
 
 @dataclass
@@ -26,11 +37,13 @@ class Route:
     everyone: Communicator
     node: Route | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    #: None: the workers are those of the beginning.
+    rounds: Rounds | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether nobody else holds another model."""
-        return self.comm.size == 1
+        return self.comm.size == 1 and self.rounds is None
 
     def average_(self, flats: Sequence[Tensor]) -> None:
         """Every flat tensor <- its weighted mean over all workers, blocking."""

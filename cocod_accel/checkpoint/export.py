@@ -10,8 +10,9 @@ from typing import BinaryIO, TypeAlias
 import torch
 from torch import Tensor
 
-from cocod_accel.checkpoint.safetree import DTYPES, flush, pieces_of
+from cocod_accel.checkpoint.safetree import flush, pieces_of
 from cocod_accel.comm.agreement import try_together
+from cocod_accel.comm.trees import DTYPES
 from cocod_accel.sync.sync import Sync
 
 #: Its name, dtype and shape, and what makes it whole; collective inside a node that shares the model out.

@@ -11,11 +11,11 @@ import select
 import sys
 
 from cocod_accel import __version__
-from cocod_accel.cli import compare, doctor, plan, reproduce, selftest, simulate, trace, train, watch
+from cocod_accel.cli import compare, doctor, lighthouse, plan, reproduce, selftest, simulate, trace, train, watch
 from cocod_accel.cli import list as list_command
 from cocod_accel.config.strict import printable
 
-_COMMANDS = (train, compare, watch, trace, simulate, plan, reproduce, selftest, doctor, list_command)
+_COMMANDS = (train, compare, watch, trace, simulate, plan, reproduce, selftest, lighthouse, doctor, list_command)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

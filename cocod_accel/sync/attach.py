@@ -11,6 +11,8 @@ from cocod_accel.algorithms import Algorithm
 from cocod_accel.comm.agreement import exchange_reports
 from cocod_accel.comm.groups import Channels, default_group
 from cocod_accel.comm.shutdown import rest_before_exit
+from cocod_accel.members.settings import Members
+from cocod_accel.sync.membership import Membership, check_members
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.preflight import (
     Report,
@@ -31,6 +33,7 @@ def attach(
     inner: Any = None,
     ctas: int | None = 4,
     offload: str | None = None,
+    members: Members | None = None,
 ) -> Sync:
     """Train ``model`` with ``algorithm`` in a loop that stays as it is.
 
@@ -46,13 +49,17 @@ def attach(
         ctas: how many blocks of threads (CTAs) an average between nodes may occupy on a GPU, with NCCL; None: its choice.
         offload: "cpu": what only the end of a round needs waits in the host's memory, the model at its start and what a
             codec's rounding has dropped. On a GPU that memory is pinned.
+        members: workers come and go: each is a process of its own, and whoever is there is averaged. A worker that comes
+            later waits here, and has then the model of the others.
 
     Every worker must call this at the same point. What is wrong on one worker is raised on all of them.
     """
     problem: Exception | None = None
     subject: Subject | None = None
     try:
-        subject = Subject.examine(model, optimizer, algorithm, weight, inner, ctas, offload)
+        subject = Subject.examine(model, optimizer, algorithm, weight, None if members else inner, ctas, offload)
+        if members is not None:
+            check_members(members, subject, algorithm, inner)
     except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
         problem = error
     apparent = group_of(model) if inner is None else default_group()
@@ -84,4 +91,5 @@ def attach(
         assert router.channels is not None
         channels = router.channels
         rest_before_exit()
-    return Sync(subject, algorithm, channels, nodes, reports)
+    membership = None if members is None else Membership(members, subject, algorithm, float(weight))
+    return Sync(subject, algorithm, channels, nodes, reports, membership)

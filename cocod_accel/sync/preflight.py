@@ -223,8 +223,8 @@ class Report:
             algorithm=algorithm.name,
             period=algorithm.stated_period if algorithm.same_period else "",
             signature=subject.signature,
-            trainable_digest=_digest(subject.trainable),
-            frozen_digest=_digest(subject.frozen),
+            trainable_digest=digest_of(subject.trainable),
+            frozen_digest=digest_of(subject.frozen),
             node=subject.node,
             own_period=str(algorithm.period),
             options={name: str(getattr(algorithm, name)) for name in algorithm.options},
@@ -405,7 +405,7 @@ def _signature(module: nn.Module, parameters: dict[str, nn.Parameter], shards: S
     return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
 
-def _digest(tensors: Sequence[Tensor]) -> str:
+def digest_of(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(bytes_of(local(tensor)))

@@ -23,6 +23,7 @@ from cocod_accel.sync.auto import AutoPlan, Plan, given
 from cocod_accel.sync.control import Control
 from cocod_accel.sync.ddp import LocalPhase
 from cocod_accel.sync.driver import Driver
+from cocod_accel.sync.membership import Membership
 from cocod_accel.sync.nodes import Nodes
 from cocod_accel.sync.peers import PeerWatch
 from cocod_accel.sync.places import Places
@@ -75,7 +76,13 @@ class Sync:
     """Keeps one worker's model in step with the others'. As a context manager it finishes on a clean exit, and detaches."""
 
     def __init__(
-        self, subject: Subject, algorithm: Algorithm, channels: Channels, nodes: Nodes, reports: Sequence[Report]
+        self,
+        subject: Subject,
+        algorithm: Algorithm,
+        channels: Channels,
+        nodes: Nodes,
+        reports: Sequence[Report],
+        membership: Membership | None = None,
     ) -> None:
         #: What is trained: model, optimizers, process group.
         self.subject = subject
@@ -85,7 +92,10 @@ class Sync:
         self._weights = [report.weight for report in reports]
         #: What sums the gradients inside this worker's node; None: every worker is a node, or its node's model is sharded.
         self._inside: SSGD | None = None
+        self._membership = membership
         route = Route(channels.between, nodes.between(self._weights), channels.everyone)
+        if membership is not None:
+            route.comm, route.rounds = membership.session.comm, membership
         if channels.inside is not None:
             route.node = Route(channels.inside, nodes.inside(self._weights), channels.inside)
             if subject.shards is None:
@@ -126,7 +136,10 @@ class Sync:
         ATTACHED.add(subject.module)
         if self._inside is not None:
             self._inside.start(equal=len({reports[rank].trainable_digest for rank in nodes.node_ranks}) == 1)
-        self._driver.start(equal=start_equal(reports, nodes))
+        if membership is None:
+            self._driver.start(equal=start_equal(reports, nodes))
+        else:
+            self._meet_members(membership)
 
     # ---- what a loop calls
 
@@ -188,6 +201,8 @@ class Sync:
         check_weights(self._driver.method, self._nodes, weights, sharded=self.subject.shards is not None)
         self.finish()
         self._set_weights(weights)
+        if self._membership is not None:
+            self._membership.session.weight = value
 
     def watch(self, frozen_seconds: float = 60.0) -> None:
         """From now on, if a worker dies, fails, or is silent for ``frozen_seconds``, all others name it and end.
@@ -272,6 +287,8 @@ class Sync:
                 if self._phase is not None and self.attempts > 0:
                     self.subject.router.retire_static_graph(self.subject.ddp)
             ATTACHED.discard(self.subject.module)
+            if self._membership is not None:
+                self._membership.close(wait=sys.exc_info()[0] is None)
 
     def __enter__(self) -> Self:
         return self
@@ -294,6 +311,13 @@ class Sync:
         return len(self._weights)
 
     @property
+    def members(self) -> Membership:
+        """Of workers that come and go: who is there (``presence()``), and how to leave (``leave()``)."""
+        if self._membership is None:
+            raise RuntimeError("sync.members: attached without members; pass attach(..., members=Members(...))")
+        return self._membership
+
+    @property
     def weight(self) -> float:
         """This worker's M_i."""
         return self._weights[self.rank]
@@ -314,6 +338,13 @@ class Sync:
         return self._watcher.is_averaged
 
     # ---- details
+
+    def _meet_members(self, membership: Membership) -> None:
+        try:
+            membership.bind(self._driver)
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def _settle(self, call: str, *, meets: bool = False) -> None:
         """Count everything attempted by now; if the call ``meets`` the others, all are to make it at the same step."""
