@@ -317,6 +317,24 @@ class Coder:
             else:
                 torch.add(centre[job.part], job.held, out=mean[job.part])
 
+    # ---- the first stage alone, where one reads what another has written
+
+    @property
+    def message(self) -> Tensor:
+        """What :meth:`encode` has written, a row for each worker; one that is filled from elsewhere can be read."""
+        return self._outgoing.bytes
+
+    @property
+    def message_bytes(self) -> int:
+        """Of all rows, without their headers."""
+        return len(self.message) * self._outgoing.row_bytes
+
+    def read_message(self, values: Tensor) -> None:
+        """values <- what stands in :attr:`message`; of a single worker."""
+        for job in self._encodings:
+            self._codec.decode_(job.codes, job.scales, job.blocks, job.work)
+            values[job.part].copy_(job.held)
+
     # ---- what each tile works on
 
     def _encoding(self, tile: Tile, residual: Tensor) -> _Job:

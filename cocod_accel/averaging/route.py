@@ -9,6 +9,8 @@ from torch import Tensor
 
 from cocod_accel.averaging.weights import Weights, mean_
 from cocod_accel.comm.handles import Communicator
+from cocod_accel.comm.in_process import InProcessSpoke
+from cocod_accel.comm.star import Spoke
 from cocod_accel.comm.traffic import Traffic
 
 
@@ -26,6 +28,8 @@ class Route:
     everyone: Communicator
     node: Route | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    #: To the server that holds the model, if there is one.
+    server: Spoke | InProcessSpoke | None = None
 
     @property
     def is_alone(self) -> bool:

@@ -87,7 +87,7 @@ def _configs(
     cluster: Cluster, arguments: list[str], algorithms: str | None, steps: int | None
 ) -> tuple[list[Config], list[str]]:
     """One for each algorithm; if the user chose none, those that accept the configuration, and why others do not."""
-    from cocod_accel.algorithms import ALGORITHMS, PAPERS
+    from cocod_accel.algorithms import NAMED, PAPERS
     from cocod_accel.simulator.simulate import configured
 
     asked = [argument for argument in arguments if argument.startswith("algorithm.name=")]
@@ -95,7 +95,7 @@ def _configs(
         return [_named(configured(cluster, arguments, steps=steps), cluster, 1)], []
     names = list(PAPERS) if algorithms is None else [name.strip() for name in algorithms.split(",")]
     for name in names:
-        require_choice(name, "--algorithms", list(ALGORITHMS))
+        require_choice(name, "--algorithms", list(NAMED))
     configs, problems = [], []
     for name in dict.fromkeys(names):
         try:

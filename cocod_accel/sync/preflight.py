@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, PipeSGD
-from cocod_accel.averaging.flat import local
+from cocod_accel.averaging.flat import as_real, local
+from cocod_accel.averaging.messages import described as described_optimizers
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import bytes_of
-from cocod_accel.comm.groups import ChannelKey, default_group
+from cocod_accel.comm.groups import ChannelKey, default_group, world_group
 from cocod_accel.sync import deepspeed as engines
 from cocod_accel.sync.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 from cocod_accel.sync.deepspeed import EngineRouter, check_engine, is_engine
@@ -61,6 +62,8 @@ class Subject:
     offloads: bool = False
     #: Of a model that its node shares out; None: each worker holds a whole one.
     shards: Shards | None = None
+    #: Those that train it, where not all processes do: one group, or nothing.
+    workers: tuple[Any, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -92,6 +95,8 @@ class Subject:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         module, ddp = unwrap(model)
+        if algorithm.is_served:
+            _check_served(module, ddp, is_engine(model) or is_fully_sharded(module), inner)
         if module in ATTACHED:
             raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
         engine = model if is_engine(model) else None
@@ -102,7 +107,8 @@ class Subject:
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         if algorithm.refuses_scaler and any(_is_scaled(item) for item in given):
             raise ValueError(algorithm.refuses_scaler)
-        if ddp is None and engine is None and shards is None and default_group() is not None:
+        is_bare = ddp is None and engine is None and shards is None
+        if is_bare and not algorithm.is_served and world_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
                 "wrap it first: accelerator.prepare(model) or DistributedDataParallel(model)"
@@ -160,6 +166,8 @@ class Subject:
     @property
     def group(self) -> Any:
         """The workers this model is trained by; None if there is one."""
+        if self.workers:
+            return self.workers[0]
         if self.engine is not None or self.node:
             return default_group()
         if self.ddp is None or dist.get_world_size(self.ddp.process_group) == 1:
@@ -213,9 +221,20 @@ class Report:
     options: dict[str, str] = field(default_factory=dict)
     has_channels: bool = False
     is_sharded: bool = False
+    #: Of a server, whose optimizer is to take the workers' numbers.
+    serves: bool = False
+    optimizer: str = ""
 
     @classmethod
-    def of(cls, subject: Subject | None, algorithm: Algorithm, weight: Any, problem: Exception | None) -> Report:
+    def of(
+        cls,
+        subject: Subject | None,
+        algorithm: Algorithm,
+        weight: Any,
+        problem: Exception | None,
+        *,
+        serves: bool = False,
+    ) -> Report:
         if subject is None:
             return cls(error=described(problem))
         return cls(
@@ -230,6 +249,8 @@ class Report:
             options={name: str(getattr(algorithm, name)) for name in algorithm.options},
             has_channels=subject.router is not None and subject.router.channels_of == subject.channels,
             is_sharded=subject.shards is not None,
+            serves=serves,
+            optimizer=described_optimizers(subject.optimizers, subject.trainable) if algorithm.is_served else "",
         )
 
 
@@ -250,7 +271,20 @@ def raise_problems(reports: Sequence[Report], problem: Exception | None) -> None
 
 
 def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
-    first = reports[0]
+    first, last = reports[0], len(reports) - 1
+    for rank, report in enumerate(reports):
+        if report.serves != (algorithm.is_served and rank == last):
+            raise ValueError(
+                f"rank {rank} called serve(), but the server is the last rank, {last}, and only of ASGD; call attach()"
+                if report.serves
+                else f"there is no process for the server: rank {last}, the last one, called attach(); start one process "
+                "more, and call serve() on the last"
+            )
+        if report.optimizer != first.optimizer:
+            raise ValueError(
+                f"the optimizers differ: rank {rank} has {report.optimizer}, rank 0 has {first.optimizer}; "
+                "build the same one on workers and server"
+            )
     for rank, other in enumerate(reports[1:], start=1):
         for what, fix in (
             ("algorithm", "pass the same algorithm on every worker"),
@@ -302,6 +336,30 @@ def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float], 
             f"{type(algorithm).__name__} averages with equal weights, got {list(between.values)}; "
             "pass the same weight on every worker and a period in proportion to its speed"
         )
+
+
+def _check_served(module: nn.Module, ddp: DistributedDataParallel | None, is_sharded: bool, inner: Any) -> None:
+    """What a server of gradients can be attached to: models on CPUs, connected by gloo."""
+    if world_group() is None:
+        raise ValueError(
+            "ASGD: there is no process for the server, because this is the only one; start one more than there are "
+            "workers, and call serve() on the last"
+        )
+    if inner is not None:
+        raise ValueError("ASGD: inner is for algorithms that average models between nodes; leave it out, or use CoCoDSGD")
+    if is_sharded:
+        raise ValueError("ASGD trains whole models, not sharded ones or DeepSpeed's; use DistributedDataParallel or none")
+    backends = str(dist.get_backend_config(None))
+    if "gloo" not in backends:
+        raise ValueError(f'ASGD sends with gloo, and these processes are connected by {backends}; use "gloo" or "cpu:gloo"')
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"ASGD runs on CPUs, but {name} is on {parameter.device}; move the model, or use another one")
+        if as_real(parameter) is not parameter:
+            raise ValueError(f"ASGD does not train complex or sharded parameters ({name}); use another algorithm")
+    world = list(range(dist.get_world_size()))
+    if ddp is not None and dist.get_process_group_ranks(ddp.process_group) not in (world, world[:-1]):
+        raise ValueError("ASGD: the model is wrapped for some of the workers; wrap it for all processes, or not at all")
 
 
 def _shards_of(module: nn.Module, engine: Any, algorithm: Algorithm, inner: Any) -> Shards | None:
