@@ -118,6 +118,7 @@ class Server:
         """It has been sent."""
         self._spare.append(answer.model)
 
+    @torch.no_grad()
     def state(self) -> dict[str, Any]:
         model = FlatCopy(self.parameters)
         model.load()

@@ -90,7 +90,7 @@ class Subject:
             raise ValueError(f"ctas={ctas!r}: must be a number from 1 to 64, or None for NCCL's own choice; 4 to 8 is usual")
         if offload not in (None, "cpu"):
             raise ValueError(f'offload={offload!r}: must be "cpu", or None to keep everything on the model\'s device')
-        if offload is not None and algorithm.reduces_gradients:
+        if offload is not None and (algorithm.reduces_gradients or algorithm.is_served):
             raise ValueError(f'offload="cpu": {algorithm.name} keeps no models that could be moved; leave it out')
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
