@@ -81,6 +81,7 @@ class Script:
             for _ in range(self.bound + 1 - len(self.spokes[rank].letters)):
                 self._compute(rank)
             self.server.take_from(self.spokes, rank)
+            self.spokes[rank].deliver()
             trace.append(snapshot(self.model))
             self._go_on(rank)
         return trace

@@ -163,6 +163,14 @@ def coded_bytes(name: str, num_elements: int, num_workers: int, num_shards: int 
     return layout.num_rows * (layout.row_bytes(first, 4) + layout.row_bytes(second, 4)) // 2
 
 
+def message_bytes(name: str, num_elements: int, sizes: Sequence[int] = ()) -> int:
+    """What one worker sends to a server for a flat float32 buffer, its header not counted."""
+    codec = make_codec(name)
+    layout = Layout.of(codec, num_elements, 1)
+    _fit(codec, sizes or [num_elements], layout)
+    return layout.row_bytes(codec, 4)
+
+
 def _stages(name: str, dtype: torch.dtype) -> tuple[Codec, Codec]:
     codec = make_codec(name)
     return codec, Plain(dtype) if codec.sends_mean_in_full else codec

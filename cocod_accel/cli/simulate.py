@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             folders.append(write(done))
             continue
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
-            folders.append(write(done, Learning(config, on_step=bar.update).rows()))
+            folders.append(write(done, Learning(config, on_step=bar.update, turns=done.turns).rows()))
     print(printable_lines(report(cluster, runs)))
     waiting = [done.config.algorithm.name for done in runs if done.exposed_share > 0.5]
     if waiting:

@@ -208,16 +208,18 @@ class _Letter:
 
 
 class InProcessSpoke:
-    """One worker's connection to a server of this process, which takes a message when it is told to: ``deliver``.
+    """One worker's connection to a server of this process: nothing is taken or arrives before somebody says so.
 
     Like :class:`~cocod_accel.comm.star.Spoke`, for messages with an answer.
     """
 
     def __init__(self, rank: int, num_workers: int) -> None:
         self.rank, self.num_workers = rank, num_workers
-        #: What has been sent, and what the server has read of it but not answered; in their order.
+        #: What has been sent; what the server has read of it, and has not answered; what it has. All in their order.
         self.letters: deque[_Letter] = deque()
         self._unanswered: deque[_Letter] = deque()
+        self._answered: deque[_Letter] = deque()
+        self._num_delivered = 0
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], num_bytes: int) -> Handle:
         letter = _Letter(list(sent), list(received))
@@ -235,4 +237,10 @@ class InProcessSpoke:
         letter = self._unanswered.popleft()
         for place, tensor in zip(letter.received, tensors, strict=True):
             place.copy_(tensor)
-        letter.is_answered = True
+        self._answered.append(letter)
+
+    def deliver(self, number: int | None = None) -> None:
+        """The first ``number`` answers of all have come by now; None: all that there are."""
+        while self._answered and (number is None or self._num_delivered < number):
+            self._answered.popleft().is_answered = True
+            self._num_delivered += 1

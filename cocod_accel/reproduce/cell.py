@@ -33,7 +33,7 @@ def run(cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:
     done = simulate(cluster, config)
     failed = None
     try:
-        write(done, Learning(config, threads=1).rows() if cell.learns else None)
+        write(done, Learning(config, threads=1, turns=done.turns).rows() if cell.learns else None)
     except NonFiniteLossError as error:  # a result, not a fault
         failed = str(error)
     else:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, PipeSGD
-from cocod_accel.averaging.flat import as_real, local
+from cocod_accel.averaging.flat import local
 from cocod_accel.averaging.messages import described as described_optimizers
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import bytes_of
@@ -31,6 +31,7 @@ from cocod_accel.sync.deepspeed import EngineRouter, check_engine, is_engine
 from cocod_accel.sync.fsdp import FsdpShards, is_dtensor, is_fully_sharded
 from cocod_accel.sync.fsdp import router_of as fsdp_router_of
 from cocod_accel.sync.nodes import Nodes
+from cocod_accel.sync.roles import check_roles, check_served
 from cocod_accel.sync.shards import ShardRouter, Shards, check_node, ranks_of
 from cocod_accel.sync.zero import ZeroShards, stage_of
 from cocod_accel.sync.zero import router_of as zero_router_of
@@ -96,7 +97,7 @@ class Subject:
             raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         module, ddp = unwrap(model)
         if algorithm.is_served:
-            _check_served(module, ddp, is_engine(model) or is_fully_sharded(module), inner)
+            check_served(module, ddp, is_engine(model) or is_fully_sharded(module), inner)
         if module in ATTACHED:
             raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
         engine = model if is_engine(model) else None
@@ -271,20 +272,8 @@ def raise_problems(reports: Sequence[Report], problem: Exception | None) -> None
 
 
 def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
-    first, last = reports[0], len(reports) - 1
-    for rank, report in enumerate(reports):
-        if report.serves != (algorithm.is_served and rank == last):
-            raise ValueError(
-                f"rank {rank} called serve(), but the server is the last rank, {last}, and only of ASGD; call attach()"
-                if report.serves
-                else f"there is no process for the server: rank {last}, the last one, called attach(); start one process "
-                "more, and call serve() on the last"
-            )
-        if report.optimizer != first.optimizer:
-            raise ValueError(
-                f"the optimizers differ: rank {rank} has {report.optimizer}, rank 0 has {first.optimizer}; "
-                "build the same one on workers and server"
-            )
+    first = reports[0]
+    check_roles(reports, algorithm)
     for rank, other in enumerate(reports[1:], start=1):
         for what, fix in (
             ("algorithm", "pass the same algorithm on every worker"),
@@ -336,30 +325,6 @@ def check_weights(algorithm: Algorithm, nodes: Nodes, weights: Sequence[float], 
             f"{type(algorithm).__name__} averages with equal weights, got {list(between.values)}; "
             "pass the same weight on every worker and a period in proportion to its speed"
         )
-
-
-def _check_served(module: nn.Module, ddp: DistributedDataParallel | None, is_sharded: bool, inner: Any) -> None:
-    """What a server of gradients can be attached to: models on CPUs, connected by gloo."""
-    if world_group() is None:
-        raise ValueError(
-            "ASGD: there is no process for the server, because this is the only one; start one more than there are "
-            "workers, and call serve() on the last"
-        )
-    if inner is not None:
-        raise ValueError("ASGD: inner is for algorithms that average models between nodes; leave it out, or use CoCoDSGD")
-    if is_sharded:
-        raise ValueError("ASGD trains whole models, not sharded ones or DeepSpeed's; use DistributedDataParallel or none")
-    backends = str(dist.get_backend_config(None))
-    if "gloo" not in backends:
-        raise ValueError(f'ASGD sends with gloo, and these processes are connected by {backends}; use "gloo" or "cpu:gloo"')
-    for name, parameter in module.named_parameters():
-        if parameter.device.type != "cpu":
-            raise ValueError(f"ASGD runs on CPUs, but {name} is on {parameter.device}; move the model, or use another one")
-        if as_real(parameter) is not parameter:
-            raise ValueError(f"ASGD does not train complex or sharded parameters ({name}); use another algorithm")
-    world = list(range(dist.get_world_size()))
-    if ddp is not None and dist.get_process_group_ranks(ddp.process_group) not in (world, world[:-1]):
-        raise ValueError("ASGD: the model is wrapped for some of the workers; wrap it for all processes, or not at all")
 
 
 def _shards_of(module: nn.Module, engine: Any, algorithm: Algorithm, inner: Any) -> Shards | None:

@@ -96,7 +96,7 @@ class Recorder:
         """What is known only where there is a server."""
         if not self.worker.work.algorithm.is_served:
             return {}
-        return {"staleness": staleness, "largest_staleness": largest, "server_bytes": int(server_bytes)}
+        return {"staleness": staleness, "largest_staleness": int(largest), "server_bytes": int(server_bytes)}
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if not self.worker.is_main:
