@@ -20,6 +20,7 @@ gc.disable()
 try:
     from cocod_accel.algorithms import (
         ALGORITHMS,
+        ASGD,
         SSGD,
         Algorithm,
         AsynLocalSGD,
@@ -30,6 +31,7 @@ try:
         StreamingDiLoCo,
     )
     from cocod_accel.averaging.rules import Outer
+    from cocod_accel.averaging.server import Served
     from cocod_accel.checkpoint.checkpoints import Checkpoints, Resumed
     from cocod_accel.checkpoint.export import export_model
     from cocod_accel.checkpoint.files import CheckpointError
@@ -40,6 +42,7 @@ try:
     from cocod_accel.sharding.speeds import Measured, measure_speeds
     from cocod_accel.sync.attach import attach
     from cocod_accel.sync.prepare import node_parallelism, zero_inside
+    from cocod_accel.sync.serve import serve
     from cocod_accel.sync.sync import Stats, Sync
     from cocod_accel.sync.zero import node_mpu
 finally:
@@ -50,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALGORITHMS",
+    "ASGD",
     "SSGD",
     "Algorithm",
     "AsynLocalSGD",
@@ -64,6 +68,7 @@ __all__ = [
     "Outer",
     "PipeSGD",
     "Resumed",
+    "Served",
     "ShardSampler",
     "Stats",
     "StreamingDiLoCo",
@@ -76,5 +81,6 @@ __all__ = [
     "node_parallelism",
     "pass_through",
     "plan_workers",
+    "serve",
     "zero_inside",
 ]

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.accelerator import Accelerator
+from torch import nn
 
+from cocod_accel.algorithms import ASGD
 from cocod_accel.checkpoint.files import CheckpointError
 from cocod_accel.comm.agreement import try_together
 from cocod_accel.comm.groups import default_group
@@ -24,7 +26,8 @@ from cocod_accel.config.loading import load_config, load_training_config, save_c
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError, printable, printable_lines
 from cocod_accel.sync.peers import is_lost_peer
-from cocod_accel.tasks import Task, build_model, build_task
+from cocod_accel.sync.serve import serve
+from cocod_accel.tasks import Task, build_model, build_optimizer, build_task
 from cocod_accel.trainer import process as runtime
 from cocod_accel.trainer.auto_code import keep_choice
 from cocod_accel.trainer.calibration import calibrate
@@ -54,6 +57,8 @@ def run(arguments: list[str]) -> int:
         place = _find_place(config, accelerator.is_main_process)
         if place.is_finished:
             return 0
+        if runtime.is_server(config, accelerator):
+            return _serve(config, task, model, watch)
         if config.cluster.speeds == MEASURE:
             _find_speeds(config, task, accelerator, place)
         if config.has_auto_code and place.is_continued:
@@ -69,6 +74,20 @@ def run(arguments: list[str]) -> int:
         if accelerator.is_main_process:
             print(printable(_last_words(summary, config, place.path, trainer)), flush=True)
     return EXIT_STOPPED if summary is None else 0
+
+
+def _serve(config: Config, task: Task, model: nn.Module, watch: Watch | None) -> int:
+    """The last process, if the algorithm has a server."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the workers stop when they have agreed to, and this one after them
+    algorithm = Work.of(config, task.num_train, rank=0).algorithm
+    assert isinstance(algorithm, ASGD)
+    if watch is not None:
+        watch.doing = "serving"
+    try:
+        serve(model, build_optimizer(config, model), algorithm)
+    except (TypeError, ValueError) as error:  # on all processes
+        raise ConfigError(f"algorithm.name={config.algorithm.name}: {error}") from error
+    return 0
 
 
 def _import_what_optimizers_need() -> None:
@@ -94,7 +113,7 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
         return
 
     def end(rank: int, what: str) -> None:
-        line = printable(_of_the_lost(rank, what)) if runtime.speaks_of(rank) else None
+        line = printable(_of_the_lost(rank, what, config)) if runtime.speaks_of(rank) else None
         end_process(line, EXIT_FAILED)
 
     agreed = (ConfigError, CheckpointError, OutputError, KeyboardInterrupt, WorkerLostError)
@@ -116,11 +135,12 @@ def _watching(config: Config, accelerator: Accelerator) -> Iterator[Watch | None
                 raise WorkerLostError("error: lost contact with a worker; could not tell which") from error
             if not runtime.speaks_of(found[0]):
                 raise WorkerLostError("") from error
-            raise WorkerLostError(_of_the_lost(*found)) from error
+            raise WorkerLostError(_of_the_lost(*found, config)) from error
 
 
-def _of_the_lost(rank: int, what: str) -> str:
-    return f"error: {'' if rank < 0 else f'worker {rank} '}{what}"
+def _of_the_lost(rank: int, what: str, config: Config) -> str:
+    who = "" if rank < 0 else f"worker {rank} " if rank < config.cluster.num_workers else "the server "
+    return f"error: {who}{what}"
 
 
 def _find_place(config: Config, is_main: bool) -> Place:

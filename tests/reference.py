@@ -211,3 +211,41 @@ def run(
         for i in range(n):
             trace[i].append(values(models[i]))
     return trace
+
+
+def served(
+    model: nn.Module,
+    script: Sequence[int],
+    batches: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    weights: Sequence[float],
+    max_staleness: int,
+    *,
+    rate: Callable[[int], float],
+    momentum: float = 0.0,
+    decay: float = 0.0,
+) -> tuple[list[list[Tensor]], list[int]]:
+    """A server that gets gradients from the workers in ``script``, one after the other; its model after each of them, and
+    how many updates each gradient was late.
+
+    The k-th gradient of a worker is of the model that answered its gradient k - 1 - s, the start for the first ones. With
+    N workers: v <- m v + N w_i g + d x, x <- x - (rate of the k-th step / N) v.
+    """
+    n, w = len(weights), shares(weights)
+    x = values(model)
+    v = [torch.zeros_like(p) for p in x]
+    answers: list[list[tuple[int, list[Tensor]]]] = [[(0, x)] * (1 + max_staleness) for _ in weights]
+    trace: list[list[Tensor]] = []
+    late = []
+    for version, i in enumerate(script):
+        k = len(answers[i]) - 1 - max_staleness
+        known, at = answers[i][k]
+        probe = copy.deepcopy(model)
+        assign(probe, at)
+        g = torch.autograd.grad(loss_of(probe, *batches[i][k]), list(probe.parameters()))
+        v = [momentum * b + n * w[i] * gi + decay * p for b, gi, p in zip(v, g, x, strict=True)]
+        x = [p - rate(k) / n * b for p, b in zip(x, v, strict=True)]
+        late.append(version - known)
+        answers[i].append((version + 1, x))
+        trace.append(x)
+    return trace, late

@@ -1,7 +1,8 @@
-"""The five algorithms of the paper's comparison, and two to compare with, by name."""
+"""The five algorithms of the paper's comparison, and two to compare with, by name; and one with a server."""
 
 from __future__ import annotations
 
+from cocod_accel.algorithms.asgd import ASGD
 from cocod_accel.algorithms.asynlocal import AsynLocalSGD
 from cocod_accel.algorithms.base import Algorithm, Bucket
 from cocod_accel.algorithms.cocod import CoCoDSGD
@@ -21,10 +22,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "streaming_diloco": StreamingDiLoCo,
 }
 
+#: Those that take one process more, for a server (:func:`cocod_accel.serve`).
+SERVED: dict[str, type[Algorithm]] = {"asgd": ASGD}
+
+#: All that ``algorithm.name`` may be.
+NAMED: dict[str, type[Algorithm]] = {**ALGORITHMS, **SERVED}
+
 #: Those that the paper compares.
 PAPERS = ("ssgd", "pipe", "local", "cocod", "asynlocal")
 
 __all__ = [
-    "ALGORITHMS", "PAPERS", "SSGD", "Algorithm", "AsynLocalSGD", "Bucket", "CoCoDSGD", "DiLoCo", "LocalSGD", "PipeSGD",
-    "StreamingDiLoCo",
+    "ALGORITHMS", "ASGD", "NAMED", "PAPERS", "SERVED", "SSGD", "Algorithm", "AsynLocalSGD", "Bucket", "CoCoDSGD", "DiLoCo",
+    "LocalSGD", "PipeSGD", "StreamingDiLoCo",
 ]  # fmt: skip

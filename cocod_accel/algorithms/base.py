@@ -8,6 +8,7 @@ A driver calls, for one worker:
         method.reduce(bucket)             # only if ``reduces_gradients``: for each bucket of a backward;
         method.send(buckets)              # once when all of them are there: start what must travel,
         method.complete(buckets)          # and complete it
+        method.step_begins()
         (optimizer step)
         where a part's mean is merged before its next launch (``RoundClock.take_merges``, if there is a ``delay``):
             method.merge(part)
@@ -56,6 +57,8 @@ class Algorithm:
     name: ClassVar[str]
     #: False: gradients stay on the worker, and no backward or forward enters a collective.
     reduces_gradients: ClassVar[bool] = False
+    #: True: gradients go to a server, which holds the model and its optimizer (:mod:`cocod_accel.sync.serve`).
+    is_served: ClassVar[bool] = False
     #: False: each worker passes a period of its own.
     same_period: ClassVar[bool] = True
     #: True: weights must be equal.
@@ -98,7 +101,7 @@ class Algorithm:
         self._check_choice("optimizer_state", optimizer_state, self.optimizer_policies)
         self.optimizer_state = optimizer_state
         #: How parameters, or gradients, are written on the wire.
-        self.payload = check_payload(payload, gradients=self.reduces_gradients)
+        self.payload = check_payload(payload, gradients=self.reduces_gradients or self.is_served)
         #: Parts that a model is sent in, one after the other in a round.
         self.fragments = check_fragments(fragments, self.period)
         #: What moves the point that all workers share.
@@ -166,6 +169,9 @@ class Algorithm:
         """Merge or drop what is in flight, because the run stops here for a while."""
         self.replica.settle()
 
+    def step_begins(self) -> None:
+        """The optimizer is about to step; gradients have been clipped, and will not change any more."""
+
     def reduce(self, bucket: Bucket) -> None:
         """One more bucket of this backward is ready; its tensors belong to the algorithm until :meth:`complete`."""
 
@@ -190,9 +196,16 @@ class Algorithm:
     def after_buckets(self) -> None:
         """The gradients of all buckets are in ``.grad``, except where DDP found a parameter unused by every worker."""
 
+    def leave(self) -> None:
+        """No step follows, on purpose: nothing has failed."""
+
     def poll(self) -> None:
         """Note in passing whether what is in flight has arrived."""
         self.replica.poll()
+
+    def own_stats(self) -> dict[str, Any]:
+        """More for :meth:`Sync.stats`."""
+        return {}
 
     def state(self) -> Any:
         """What a resumed run needs beside the replica's own state; tensors of it are copied by whoever keeps them."""
@@ -200,6 +213,13 @@ class Algorithm:
 
     def load_state(self, state: Any) -> None:
         """Go on from :meth:`state`; None: nothing was in flight."""
+
+
+def check_seed(seed: object) -> int:
+    """Of codecs that round at random."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r} is not an int; use e.g. seed=0")
+    return seed
 
 
 def state_tensors(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> list[Tensor]:

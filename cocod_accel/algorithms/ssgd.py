@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from cocod_accel.algorithms.base import Algorithm, Bucket
+from cocod_accel.algorithms.base import Algorithm, Bucket, check_seed
 from cocod_accel.averaging.codecs import make_codec
 from cocod_accel.averaging.flat import FlatCopy, as_real
 from cocod_accel.averaging.gradients import GradientCoder, fill
@@ -26,9 +26,7 @@ class GradientAlgorithm(Algorithm):
 
     def __init__(self, *, payload: str = "fp32", seed: int = 0) -> None:
         super().__init__(period=1, payload=payload)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seed={seed!r} is not an int; use e.g. seed=0")
-        self.seed = seed
+        self.seed = check_seed(seed)
         if not self.refuses_scaler and self.payload != "fp32" and make_codec(self.payload).has_feedback:
             self.refuses_scaler = (
                 f"payload={payload!r} keeps what rounding dropped for the next step, which a GradScaler would divide by "

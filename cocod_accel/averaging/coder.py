@@ -163,6 +163,14 @@ def coded_bytes(name: str, num_elements: int, num_workers: int, num_shards: int 
     return layout.num_rows * (layout.row_bytes(first, 4) + layout.row_bytes(second, 4)) // 2
 
 
+def message_bytes(name: str, num_elements: int, sizes: Sequence[int] = ()) -> int:
+    """What one worker sends to a server for a flat float32 buffer, its header not counted."""
+    codec = make_codec(name)
+    layout = Layout.of(codec, num_elements, 1)
+    _fit(codec, sizes or [num_elements], layout)
+    return layout.row_bytes(codec, 4)
+
+
 def _stages(name: str, dtype: torch.dtype) -> tuple[Codec, Codec]:
     codec = make_codec(name)
     return codec, Plain(dtype) if codec.sends_mean_in_full else codec
@@ -316,6 +324,24 @@ class Coder:
                 mean[job.part].copy_(job.held)
             else:
                 torch.add(centre[job.part], job.held, out=mean[job.part])
+
+    # ---- the first stage alone, where one reads what another has written
+
+    @property
+    def message(self) -> Tensor:
+        """What :meth:`encode` has written, a row for each worker; one that is filled from elsewhere can be read."""
+        return self._outgoing.bytes
+
+    @property
+    def message_bytes(self) -> int:
+        """Of all rows, without their headers."""
+        return len(self.message) * self._outgoing.row_bytes
+
+    def read_message(self, values: Tensor) -> None:
+        """values <- what stands in :attr:`message`; of a single worker."""
+        for job in self._encodings:
+            self._codec.decode_(job.codes, job.scales, job.blocks, job.work)
+            values[job.part].copy_(job.held)
 
     # ---- what each tile works on
 

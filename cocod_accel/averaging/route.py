@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cocod_accel.averaging.weights import Weights, mean_
 from cocod_accel.comm.handles import Communicator
+from cocod_accel.comm.in_process import InProcessSpoke
+from cocod_accel.comm.star import Spoke
 from cocod_accel.comm.traffic import Traffic
 
 
@@ -39,6 +41,8 @@ class Route:
     traffic: Traffic = field(default_factory=Traffic)
     #: None: the workers are those of the beginning.
     rounds: Rounds | None = None
+    #: To the server that holds the model, if there is one.
+    server: Spoke | InProcessSpoke | None = None
 
     @property
     def is_alone(self) -> bool:

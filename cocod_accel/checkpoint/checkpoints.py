@@ -82,7 +82,9 @@ class Checkpoints:
         self.keep = keep
         self._sync, self._subject = sync, sync.subject
         # accelerate would have DeepSpeed write (and unpickle) worker 0's state, and FSDP gather it; all there is is here.
-        is_own = self._subject.engine is not None or self._subject.shards is not None
+        # With a server, all processes would have to call it.
+        own = (self._subject.engine is not None, self._subject.shards is not None, bool(self._subject.workers))
+        is_own = any(own)
         self._accelerator: Any = None if is_own else accelerator
         self._group = self._subject.group
         self._rank, self._num_workers = sync.rank, sync.num_workers

@@ -93,6 +93,7 @@ def start_workers(
         module: what workers run; None: the trainer.
         arguments: passed to it before those of the configuration.
     """
+    from cocod_accel.config.algorithms import num_processes
     from cocod_accel.config.loading import load_training_config
     from cocod_accel.trainer.launch import TRAINER, launch_command, threads_of_each
 
@@ -107,7 +108,7 @@ def start_workers(
     config = load_training_config(configs)
     check_start(config, given, reads_data=not dry_run)
     use_gpu = False if config.cluster.device == "cpu" else None
-    num_workers = config.cluster.num_workers
+    num_workers = num_processes(config)
     command = launch_command(num_workers, [*arguments, *configs], use_gpu, max_restarts, given, module or TRAINER)
     print(printable(shlex.join(command)), flush=True)
     if dry_run:

@@ -14,14 +14,14 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cocod_accel.algorithms import ALGORITHMS
+    from cocod_accel.algorithms import NAMED
     from cocod_accel.tasks import DATASETS, MODELS
 
     def first_line(thing: object) -> str:
         return (thing.__doc__ or "").strip().splitlines()[0].rstrip(":.")
 
     for title, rows in (
-        ("algorithms", {name: first_line(kind) for name, kind in ALGORITHMS.items()}),
+        ("algorithms", {name: first_line(kind) for name, kind in NAMED.items()}),
         ("tasks", {name: first_line(make) for name, make in DATASETS.items()}),
         ("models", {name: first_line(make) for name, make in MODELS.items()}),
     ):

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             folders.append(write(done))
             continue
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
-            folders.append(write(done, Learning(config, on_step=bar.update).rows()))
+            folders.append(write(done, Learning(config, on_step=bar.update, turns=done.turns).rows()))
     print(printable_lines(report(cluster, runs)))
     if failures is not None:
         print("\n" + goodput_table(runs, failures) + "\n")
@@ -91,7 +91,7 @@ def _configs(
     cluster: Cluster, arguments: list[str], algorithms: str | None, steps: int | None
 ) -> tuple[list[Config], list[str]]:
     """One for each algorithm; if the user chose none, those that accept the configuration, and why others do not."""
-    from cocod_accel.algorithms import ALGORITHMS, PAPERS
+    from cocod_accel.algorithms import NAMED, PAPERS
     from cocod_accel.simulator.simulate import configured
 
     asked = [argument for argument in arguments if argument.startswith("algorithm.name=")]
@@ -99,7 +99,7 @@ def _configs(
         return [_named(configured(cluster, arguments, steps=steps), cluster, 1)], []
     names = list(PAPERS) if algorithms is None else [name.strip() for name in algorithms.split(",")]
     for name in names:
-        require_choice(name, "--algorithms", list(ALGORITHMS))
+        require_choice(name, "--algorithms", list(NAMED))
     configs, problems = [], []
     for name in dict.fromkeys(names):
         try:

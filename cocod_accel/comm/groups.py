@@ -256,12 +256,15 @@ class Channels:
     inside: Communicator | None
     #: Questions to all workers.
     everyone: Communicator
+    #: The server that holds the model; None: every worker holds its own.
+    server: Any = None
 
     @property
     def rounds(self) -> list[Seat]:
         """This worker's places where models travel."""
         comms = {self.between, self.everyone}
-        return [seat for comm in comms if isinstance(comm, TorchComm | TwoLevelComm) for seat in comm.seats]
+        seats = [seat for comm in comms if isinstance(comm, TorchComm | TwoLevelComm) for seat in comm.seats]
+        return seats if self.server is None else [*seats, *self.server.seats]
 
     @property
     def calls(self) -> Seat | None:
@@ -335,6 +338,11 @@ def private_group(
         return dist.new_group(ranks, timeout=timeout, use_local_synchronization=is_part, **named)
 
 
+def common_group(group: Any, ranks: Sequence[int]) -> Any:
+    """A new group with some of the ranks of ``group``, all of which call this; with those of the host's collectives."""
+    return dist.new_group(list(ranks), timeout=_timeout_of(group), backend="gloo")
+
+
 def _backends_of(group: Any) -> str:
     """Such as "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(group))
@@ -405,7 +413,26 @@ def launch_like_ddp(buffer: Tensor, group: Any) -> Handle:
     return TorchComm(group).launch([buffer])
 
 
+#: Of the workers, where not all processes are some; then one group, or None for a single worker.
+_workers: tuple[Any, ...] = ()
+
+
+def set_workers(ranks: Sequence[int] | None) -> None:
+    """From now on :func:`default_group` is of these ranks, on each of them; None: of all again. All processes call this."""
+    global _workers
+    _workers = ()
+    world = world_group()
+    if ranks is not None and world is not None:
+        group = common_group(world, ranks)
+        _workers = (group if len(ranks) > 1 else None,)
+
+
 def default_group() -> Any:
+    """The group of all workers if there are several, else None."""
+    return _workers[0] if _workers else world_group()
+
+
+def world_group() -> Any:
     """The default process group if several processes are connected, else None."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.group.WORLD

@@ -10,6 +10,7 @@ or has been handed to :meth:`InProcessGroup.inside` before.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -188,3 +189,58 @@ def _gather(node: Sequence[Exchange]) -> None:
     made = torch.cat([part.made.reshape(-1) for part in node])
     for part in node:
         part.results.view(-1).copy_(made)
+
+
+@dataclass(eq=False)
+class _Letter:
+    """A message to a server of this process, and where the answer goes."""
+
+    sent: list[Tensor]
+    received: list[Tensor]
+    is_answered: bool = False
+
+    def is_completed(self) -> bool:
+        return self.is_answered
+
+    def wait(self) -> None:
+        if not self.is_answered:
+            raise RuntimeError("this waits for a server of its own process; deliver its message first")
+
+
+class InProcessSpoke:
+    """One worker's connection to a server of this process: nothing is taken or arrives before somebody says so.
+
+    Like :class:`~cocod_accel.comm.star.Spoke`, for messages with an answer.
+    """
+
+    def __init__(self, rank: int, num_workers: int) -> None:
+        self.rank, self.num_workers = rank, num_workers
+        #: What has been sent; what the server has read of it, and has not answered; what it has. All in their order.
+        self.letters: deque[_Letter] = deque()
+        self._unanswered: deque[_Letter] = deque()
+        self._answered: deque[_Letter] = deque()
+        self._num_delivered = 0
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], num_bytes: int) -> Handle:
+        letter = _Letter(list(sent), list(received))
+        self.letters.append(letter)
+        return Handle([letter], num_bytes)
+
+    def take(self) -> list[Tensor]:
+        """The next message, for the server."""
+        letter = self.letters.popleft()
+        self._unanswered.append(letter)
+        return letter.sent
+
+    def answer(self, tensors: Sequence[Tensor]) -> None:
+        """To the first message that is not answered."""
+        letter = self._unanswered.popleft()
+        for place, tensor in zip(letter.received, tensors, strict=True):
+            place.copy_(tensor)
+        self._answered.append(letter)
+
+    def deliver(self, number: int | None = None) -> None:
+        """The first ``number`` answers of all have come by now; None: all that there are."""
+        while self._answered and (number is None or self._num_delivered < number):
+            self._answered.popleft().is_answered = True
+            self._num_delivered += 1

@@ -348,6 +348,12 @@ class Seat:
         """The collective that has just been started there, to be waited for with patience."""
         return _Awaited(work, self, self.meeting.started(self.name))
 
+    def told(self) -> str | None:
+        """What another member said when it left; None if none has, or nothing can be read."""
+        with contextlib.suppress(RuntimeError):
+            return self.meeting.told(_Wait(self.name, 0, self.members, self.where()))
+        return None
+
     def meets(self, what: str, passing: Callable[[], None] = lambda: None) -> None:
         """All workers are to call this now; raises on all of them if some call something else."""
         self.meeting.announce(self.name, what, self.members, passing)

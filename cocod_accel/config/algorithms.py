@@ -13,9 +13,9 @@ import inspect
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from cocod_accel.algorithms import ALGORITHMS, Algorithm
+from cocod_accel.algorithms import NAMED, Algorithm
 from cocod_accel.algorithms.rounds import PeriodLike
-from cocod_accel.config.settings import AlgorithmConfig
+from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError, first_line, require
 from cocod_accel.theory.hiding import AUTO
 
@@ -27,10 +27,10 @@ _NOT_OPTIONS = ("name", "args", "period")
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class that ``algorithm.name`` names: one of the registry, or ``module:Class``."""
     if ":" not in name:
-        if name in ALGORITHMS:
-            return ALGORITHMS[name]
-        near = difflib.get_close_matches(name, list(ALGORITHMS), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALGORITHMS)}, or give module:Class"
+        if name in NAMED:
+            return NAMED[name]
+        near = difflib.get_close_matches(name, list(NAMED), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMED)}, or give module:Class"
         raise ConfigError(f"algorithm.name={name}: unknown algorithm; {hint}")
     module_name, _, attribute = name.partition(":")
     try:
@@ -59,7 +59,7 @@ def build_algorithm(options: AlgorithmConfig, period: PeriodLike, seed: int = 0)
     arguments = constructor_arguments(options)
     if takes(kind, "period"):
         arguments["period"] = period
-    if options.name in ALGORITHMS and takes(kind, "seed"):
+    if options.name in NAMED and takes(kind, "seed"):
         arguments["seed"] = seed
     try:
         inspect.signature(kind).bind(**arguments)
@@ -92,6 +92,11 @@ def constructor_arguments(options: AlgorithmConfig) -> dict[str, Any]:
     return arguments
 
 
+def num_processes(config: Config) -> int:
+    """Workers, and the server that some algorithms have, whose rank follows theirs."""
+    return config.cluster.num_workers + algorithm_class(config.algorithm.name).is_served
+
+
 def takes(kind: type[Algorithm], option: str) -> bool:
     """Whether the constructor of an algorithm has such a parameter."""
     parameters = inspect.signature(kind).parameters
@@ -99,7 +104,7 @@ def takes(kind: type[Algorithm], option: str) -> bool:
 
 
 def _check_taken(kind: type[Algorithm], name: str, option: str, value: Any, default: Any) -> None:
-    others = [other for other, candidate in ALGORITHMS.items() if takes(candidate, option)]
+    others = [other for other, candidate in NAMED.items() if takes(candidate, option)]
     shown = "null" if default is None else default
     fix = f"set it to {shown}" + (f", or use {', '.join(others)}" if others else "")
     given = vars(value) if is_dataclass(value) else value

@@ -30,6 +30,7 @@ def validate(config: Config) -> None:
     _validate_cluster(config)
     _validate_nodes(config)
     _validate_shard(config)
+    _validate_server(config)
     _validate_slowdown(config)
     skew, across = config.task.label_skew, config.cluster.shuffle == "across"
     require(skew is None or not across, "task.label_skew", skew, "requires fixed shards; use cluster.shuffle=within")
@@ -127,7 +128,7 @@ def _validate_algorithm(config: Config) -> None:
     offload = config.cluster.offload
     rule = f"requires an algorithm that averages models, not {name}; set it to null"
     require(offload is None or not kind.reduces_gradients, "cluster.offload", offload, rule)
-    is_supported = kind.same_period and not kind.reduces_gradients
+    is_supported = kind.same_period and not kind.reduces_gradients and not kind.is_served
     for key, value, fix in (("period", given, "give a number of steps"), ("payload", options.payload, "name a payload")):
         if value == AUTO:
             require(is_supported, f"algorithm.{key}", value, f"requires local or cocod, not {name}; {fix}")
@@ -237,6 +238,26 @@ def _validate_shard(config: Config) -> None:
     require(not uneven, key, shard, "requires equal batches, so equal cluster.speeds, inside each node")
     every = cluster.replan_epochs
     require(every is None, "cluster.replan_epochs", every, "is not supported with cluster.shard; use null")
+
+
+def _validate_server(config: Config) -> None:
+    """What algorithms with a server do without."""
+    name, cluster = config.algorithm.name, config.cluster
+    if not algorithm_class(name).is_served:
+        return
+    for key, value, usual, why in (
+        (
+            "cluster.workers_per_replica",
+            cluster.workers_per_replica,
+            1,
+            "whose workers send gradients one by one; use 1",
+        ),
+        ("cluster.shard", cluster.shard, None, "which trains whole models; use null"),
+        ("cluster.offload", cluster.offload, None, "which keeps no model of a round; use null"),
+        ("cluster.replan_epochs", cluster.replan_epochs, None, "whose steps do not wait for each other; use null"),
+        ("emulate.link", config.link, None, "which has no ring; use cocod simulate"),
+    ):
+        require(value == usual, key, value, f"is not supported by {name}, {why}")
 
 
 def _validate_slowdown(config: Config) -> None:

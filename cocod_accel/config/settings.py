@@ -114,7 +114,7 @@ class OuterConfig:
 class AlgorithmConfig:
     """How workers keep their models together."""
 
-    #: ssgd, pipe, local, cocod, asynlocal, diloco or streaming_diloco; or `module:Class`, your own subclass of
+    #: ssgd, pipe, local, cocod, asynlocal, diloco, streaming_diloco or asgd; or `module:Class`, your own subclass of
     #: `cocod_accel.Algorithm`.
     name: str = "cocod"
     #: Steps per round: an int, (first epoch, period) pairs such as [[0, 1], [10, 5]] (with schedule.steps: first steps), or
@@ -126,8 +126,8 @@ class AlgorithmConfig:
     #: training. null: at its round's end, as in the paper (streaming_diloco: after 1 step).
     delay: Any = None
     #: How models are sent: fp32, or bf16, int8, int4, ternary or topk:SHARE of the change since the last mean. For gradients
-    #: (ssgd, pipe) the same, and qsgd:BITS or terngrad. `auto` (local, cocod): the longest of fp32, bf16, int8, int4 and
-    #: ternary that the shortest rounds hide, measured before training.
+    #: (ssgd, pipe, asgd) the same, and qsgd:BITS or terngrad. `auto` (local, cocod): the longest of fp32, bf16, int8, int4
+    #: and ternary that the shortest rounds hide, measured before training.
     payload: str = "fp32"
     #: Send the model in this many parts, one after the other within a round; at most the shortest period.
     fragments: int = field(default=1, metadata=at_least(1))
@@ -139,6 +139,9 @@ class AlgorithmConfig:
     #: Outer optimizer for the mean update (all that average models). null: adopt the mean, as in the paper (diloco and
     #: streaming_diloco: Nesterov with rate 0.7 and momentum 0.9).
     outer: OuterConfig | None = None
+    #: Gradients of its own by which a worker may be ahead of the server's answers (asgd). 0: it waits for each answer; null:
+    #: any number.
+    max_staleness: int | None = field(default=1, metadata=at_least(0))
     #: Keyword arguments of a `module:Class`, besides the options above that its constructor takes.
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -193,7 +196,7 @@ class ScheduleConfig:
 class ClusterConfig:
     """Who trains: how many workers, how fast they are, who gets which batches."""
 
-    #: Number of workers. The run refuses to start with any other number of processes.
+    #: Number of workers. The run refuses to start with any other number of processes (asgd: one more, for the server).
     num_workers: int = field(default=2, metadata=at_least(1))
     #: Relative speeds, one per worker; `measure`: measured before training; a speeds.json: those of that run; null: equal.
     speeds: Any = None

@@ -32,7 +32,7 @@ def run(cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:
         shutil.rmtree(begun)
     done = simulate(cluster, config)
     failed = None
-    learning = Learning(config, threads=1) if cell.learns else None
+    learning = Learning(config, threads=1, turns=done.turns) if cell.learns else None
     try:
         write(done, learning.rows() if learning is not None else None)
     except NonFiniteLossError as error:  # a result, not a fault

@@ -184,6 +184,14 @@ class Cluster:
         modelled = _ring_seconds(Wire(network.latency_us, network.bandwidth_gbit), through, num_nodes) + gathering
         return modelled * self._measured_over_modelled(num_bytes)
 
+    def message_seconds(self, num_bytes: float) -> tuple[float, float]:
+        """From one worker to another: seconds before the first byte, and on the link of one of them."""
+        if self.num_workers == 1 and self.network.allreduce is not None:
+            return self.network.latency_us * 1e-6, num_bytes * 8e-9 / self.network.bandwidth_gbit
+        factor = self._measured_over_modelled(num_bytes)
+        wire = Wire(self.network.latency_us, self.network.bandwidth_gbit)
+        return factor * wire.alpha, factor * num_bytes / wire.beta
+
     def inside_seconds(self, num_bytes: float, node_size: int) -> float:
         """A sum over the workers of a node."""
         if node_size == 1:

@@ -16,7 +16,9 @@ from cocod_accel.runs.clock import TimeToAccuracy
 from cocod_accel.runs.folder import RunFolder
 from cocod_accel.simulator.cluster import save_cluster
 from cocod_accel.simulator.learning import Learnt
+from cocod_accel.simulator.served import ServedTimeline
 from cocod_accel.simulator.simulate import Simulated
+from cocod_accel.simulator.timeline import Timeline
 from cocod_accel.tasks.metrics import first_metric
 from cocod_accel.trainer.work import Work
 
@@ -71,7 +73,15 @@ def _counters(run: Simulated, step: int, samples: float) -> dict[str, Any]:
         "comm_bytes": marks.sent_bytes[index],
         "comm_exposed_seconds": marks.exposed_seconds[index],
         "comm_hidden_seconds": marks.hidden_seconds[index],
+        **_lateness(run.timeline, index),
     }
+
+
+def _lateness(timeline: Timeline, index: int) -> dict[str, Any]:
+    """Worker 0's, where there is a server."""
+    if not isinstance(timeline, ServedTimeline):
+        return {}
+    return dict(zip(("staleness", "largest_staleness", "server_bytes"), timeline.lateness[index], strict=True))
 
 
 class _Epochs:
@@ -95,6 +105,18 @@ class _Epochs:
         index = self.at(step) - 1
         begun = self._ends[index - 1] if index else 0
         return self._before[index] + (step - begun) * self._batch * self._all[index] / self._own[index]
+
+
+def _late(timeline: Timeline) -> dict[str, Any]:
+    """Of all workers, where there is a server."""
+    if not isinstance(timeline, ServedTimeline):
+        return {}
+    return {
+        "staleness": timeline.staleness,
+        "largest_staleness": timeline.largest_staleness,
+        "server_bytes": timeline.server_bytes,
+        "server_link_share": timeline.link_share,
+    }
 
 
 def _summary(run: Simulated, name: str, accuracies: list[float], times: TimeToAccuracy | None) -> dict[str, Any]:
@@ -129,4 +151,5 @@ def _summary(run: Simulated, name: str, accuracies: list[float], times: TimeToAc
         "comm_hidden_seconds": float(fleet.hidden_seconds.max()),
         "samples_per_second": run.samples_per_second,
         "speedup_over_one_worker": run.speedup,
+        **_late(timeline),
     }

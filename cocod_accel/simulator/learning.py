@@ -10,6 +10,7 @@ When something happens is not told here. A row says after which step, and a time
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cocod_accel.algorithms import ASGD
 from cocod_accel.checkpoint.rng import kept_randomness, random_state, set_random_state
+from cocod_accel.config.algorithms import algorithm_class, num_processes
 from cocod_accel.config.settings import MEASURE, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.sharding.sampler import seeded_generator
 from cocod_accel.simulator.lockstep import Lockstep, NoGradientError
+from cocod_accel.simulator.served import Turn
+from cocod_accel.simulator.served_lockstep import ServedLockstep
 from cocod_accel.tasks import build_model, build_optimizer, build_task
 from cocod_accel.tasks.data import Batch
 from cocod_accel.tasks.metrics import first_metric, task_loss
@@ -128,10 +133,18 @@ class Learning:
         threads: to compute with; None: as many as each process of a real run on this machine has. With another number the
             kernels of torch round differently, and so does everything that follows.
         on_step: called after every step of worker 0, of ``num_steps``; for a progress bar.
+        turns: of an algorithm with a server, in which order gradients arrive; a timeline of this run has found them.
     """
 
-    def __init__(self, config: Config, *, threads: int | None = None, on_step: Callable[[], object] | None = None) -> None:
-        _check(config)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        threads: int | None = None,
+        on_step: Callable[[], object] | None = None,
+        turns: Sequence[Turn] = (),
+    ) -> None:
+        _check(config, has_turns=bool(turns))
         self.config = config
         self.num_workers = config.cluster.num_workers
         self._on_step = on_step
@@ -145,15 +158,9 @@ class Learning:
             self.task = build_task(config)
             self._metric, self._loss = first_metric(config), task_loss(config)
             self._learners, states = self._build()
-        self._turns = Turns(states, threads_of_each(self.num_workers) if threads is None else threads)
+        self._turns = Turns(states, threads_of_each(num_processes(config)) if threads is None else threads)
         try:
-            self._lockstep = Lockstep(
-                [learner.model for learner in self._learners],
-                [learner.optimizer for learner in self._learners],
-                [learner.work.algorithm for learner in self._learners],
-                self._learners[0].work.plan.weights,
-                config.cluster.workers_per_replica,
-            )
+            self._lockstep = self._driven(turns)
         except (TypeError, ValueError) as error:
             raise self._refusal(error) from error
 
@@ -249,12 +256,24 @@ class Learning:
                 "rounds": worker.driver.clock.rounds,
                 "comm_bytes": worker.driver.replica.route.traffic.num_bytes,
                 "drift": worker.driver.replica.drift,
+                **worker.driver.method.own_stats(),
             }
             self._tell("train", {"epoch": self._epoch + 1, **values})
         if self._on_step is not None:
             self._on_step()
 
     # ---- details
+
+    def _driven(self, turns: Sequence[Turn]) -> Lockstep | ServedLockstep:
+        models, optimizers, algorithms = zip(
+            *((each.model, each.optimizer, each.work.algorithm) for each in self._learners), strict=True
+        )
+        weights = self._learners[0].work.plan.weights
+        if isinstance(algorithms[0], ASGD):
+            model = copy.deepcopy(models[0])
+            optimizer = build_optimizer(self.config, model)
+            return ServedLockstep(models, optimizers, algorithms, weights, model, optimizer, turns)
+        return Lockstep(models, optimizers, algorithms, weights, self.config.cluster.workers_per_replica)
 
     def _build(self) -> tuple[list[_Learner], list[dict[str, Any]]]:
         """Workers with equal models, and their random numbers; processes build a model each, and DDP copies worker 0's."""
@@ -341,8 +360,13 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
             ours.copy_(theirs)
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, *, has_turns: bool) -> None:
     """Refuse what depends on how long things really take, or is not driven here."""
+    is_served = algorithm_class(config.algorithm.name).is_served
+    if is_served and not has_turns:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name}: what is learnt follows from a timeline; use cocod simulate"
+        )
     cluster = config.cluster
     for key, value, refused, fix in (
         ("speeds", cluster.speeds, cluster.speeds == MEASURE, "nothing is measured in a simulation; give a list"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.algorithms import Algorithm
-from cocod_accel.averaging.coder import coded_bytes
+from cocod_accel.averaging.coder import coded_bytes, message_bytes
 from cocod_accel.averaging.flat import FlatCopy, as_real, balanced_cuts
 from cocod_accel.comm.handles import ring_bytes, shares
 from cocod_accel.config.settings import Config
@@ -38,6 +38,18 @@ class Parcels:
     final: Parcel
     #: What the sum of a step's gradients inside a node takes.
     inside_seconds: float = 0.0
+    #: What passes the link of a server, if there is one.
+    server: ServerLink | None = None
+
+
+@dataclass(frozen=True)
+class ServerLink:
+    """What passes a server's link: gradients in, models out."""
+
+    gradient: Parcel
+    model: Parcel
+    #: Before a message's first byte.
+    latency_seconds: float
 
 
 def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: TaskFacts) -> Parcels:
@@ -63,6 +75,10 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
 
     gradients = Parcel(0.0, 0)
     parts: list[Parcel] = []
+    if algorithm.is_served:
+        link = _server_link(cluster, parameters, algorithm.payload)
+        models = link.latency_seconds + cluster.num_workers * link.model.seconds
+        return Parcels(gradients, (), Parcel(models, 0), server=link)
     if algorithm.reduces_gradients and algorithm.payload != "fp32":
         gradients = parcel(*_collectives(parameters, [], algorithm, cluster.num_workers), coded=parameters)
     elif algorithm.reduces_gradients:
@@ -82,6 +98,17 @@ def parcels_of(config: Config, cluster: Cluster, algorithm: Algorithm, facts: Ta
     if shard in ("fsdp", "zero3"):  # gathered for the forward and again for the backward; gradients are scattered
         inside *= 1.5
     return Parcels(gradients, tuple(parts), final, inside)
+
+
+def _server_link(cluster: Cluster, parameters: Sequence[Tensor], payload: str) -> ServerLink:
+    """Gradients as they are coded, and models in full; nothing is sent twice, as in a ring."""
+    flat = FlatCopy(parameters)
+    whole, coded = _bytes_of(flat.buffers), _bytes_of(flat.buffers)
+    if payload != "fp32":
+        coded = sum(message_bytes(payload, sum(own), sizes=own) for own in flat.core_sizes)
+    latency, seconds = cluster.message_seconds(coded)
+    coding = cluster.coding_seconds(payload, sum(as_real(parameter).numel() for parameter in parameters))
+    return ServerLink(Parcel(seconds, coded, coding), Parcel(cluster.message_seconds(whole)[1], whole), latency)
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from cocod_accel.algorithms import ASGD
 from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.config.loading import merged_config
 from cocod_accel.config.rules import validate
@@ -15,6 +17,7 @@ from cocod_accel.config.strict import ConfigError
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.payloads import parcels_of
 from cocod_accel.simulator.rules import RULES
+from cocod_accel.simulator.served import ServedTimeline, Turn
 from cocod_accel.simulator.timeline import (
     Course,
     SpanSample,
@@ -45,6 +48,11 @@ class Simulated:
         return sum(s * m for s, m in zip(self.timeline.steps, self.work.plan.batches, strict=True))
 
     @property
+    def turns(self) -> list[Turn]:
+        """In which order gradients arrive, where there is a server."""
+        return self.timeline.turns if isinstance(self.timeline, ServedTimeline) else []
+
+    @property
     def samples_per_second(self) -> float:
         return self.num_samples / self.timeline.train_seconds
 
@@ -72,6 +80,8 @@ class Simulated:
         """What a worker sends in a step, in the mean of a round."""
         algorithm = self.work.algorithm
         parcels = parcels_of(self.config, self.cluster, algorithm, task_facts(self.config))
+        if parcels.server is not None:
+            return parcels.server.gradient.sent_bytes
         return parcels.gradients.sent_bytes + sum(part.sent_bytes for part in parcels.parts) / algorithm.period.at(0)
 
     @property
@@ -160,7 +170,7 @@ def _refuse(config: Config) -> None:
     """What a simulation would have to leave out."""
     emulated, cluster = config.emulated, config.cluster
     kind = algorithm_class(config.algorithm.name)
-    if kind.name not in RULES:
+    if kind.name not in RULES and not kind.is_served:
         known = f"choose from {', '.join(RULES)}, or subclass one of them and keep its name"
         raise ConfigError(f"algorithm.name={config.algorithm.name}: {kind.name} has no timing rule to simulate; {known}")
     if emulated is not None:
@@ -187,6 +197,13 @@ def _set_length(config: Config, steps: int) -> None:
     config.algorithm.period = [[first, k] for first, k in config.period_by_epoch if first < schedule.epochs]
     config.evaluation.every_epochs = min(config.evaluation.every_epochs, schedule.epochs)
     validate(config)
+
+
+def _meetings(config: Config, work: Work) -> list[int]:
+    """After how many steps all workers of a run with a server meet: at the ends of epochs, and to evaluate."""
+    every = config.evaluation.every_steps
+    ends = list(itertools.accumulate(work.steps))
+    return ends if every is None else [*ends, *range(every, ends[-1], every)]
 
 
 def simulate(
@@ -225,4 +242,10 @@ def simulate(
         gradient_overlap=cluster.gradient_overlap,
     )
     sample = SpanSample(chosen_ranks(cluster), middle_window(total, span_steps)) if span_steps else None
+    if isinstance(algorithm, ASGD):
+        link = course.parcels.server
+        assert link is not None
+        meetings = _meetings(config, work)
+        served = ServedTimeline(course, total, link, bound=algorithm.bound, meetings=meetings, sample=sample)
+        return Simulated(config, cluster, work, served.run(progress))
     return Simulated(config, cluster, work, Timeline(course, total, sample=sample).run(progress))

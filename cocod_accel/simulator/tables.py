@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cocod_accel.config.algorithms import algorithm_class
 from cocod_accel.runs.tables import aligned
 from cocod_accel.simulator.cluster import Cluster
+from cocod_accel.simulator.served import ServedTimeline
 from cocod_accel.simulator.simulate import Simulated
 from cocod_accel.theory import Failures
 
@@ -16,12 +17,16 @@ def report(cluster: Cluster, runs: Sequence[Simulated]) -> str:
     speeds = cluster.speeds()
     header = ["algorithm", "period", "ms/step", "samples/s", "speedup", "exposed", "MB sent"]
     rows = [[*_names(run), *_figures(run)] for run in runs]
+    late = [
+        f"{_names(run)[0]}: {run.timeline.lateness_in_words()}" for run in runs if isinstance(run.timeline, ServedTimeline)
+    ]
     return "\n".join(
         [
             f"simulated: {cluster.name}, {len(speeds)} workers, {runs[0].timeline.num_steps} steps",
             aligned([header, *rows]),
             f"speedup: throughput relative to one worker of speed 1 on its own; linear would be {sum(speeds):g}",
             "exposed: share of the time the worst worker was blocked; MB sent: by one worker over the whole run",
+            *late,
         ]
     )
 
@@ -53,7 +58,8 @@ def goodput_table(runs: Sequence[Simulated], failures: Failures) -> str:
 def _names(run: Simulated) -> list[str]:
     config = run.config
     sampling = " + PS" if config.cluster.proportional else ""
-    gradients = algorithm_class(config.algorithm.name).reduces_gradients
+    kind = algorithm_class(config.algorithm.name)
+    gradients = kind.reduces_gradients or kind.is_served
     period = "-" if gradients else ", ".join(f"{k} from epoch {e}" if e else str(k) for e, k in config.period_by_epoch)
     return [config.algorithm.name + sampling, period]
 

@@ -17,7 +17,7 @@ from cocod_accel.algorithms.rounds import Period, RoundClock
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.fleet import Array, Fleet
 from cocod_accel.simulator.payloads import Parcels
-from cocod_accel.simulator.rules import RULES
+from cocod_accel.simulator.rules import RULES, Rule
 
 #: A timeline with more workers cannot be read.
 MAX_WORKERS = 16
@@ -75,7 +75,7 @@ class Timeline:
         self.fleet = Fleet(num_workers, course.interference)
         if sample is not None and num_workers > 1:
             self.fleet.on_wait = self._waited
-        self._rule = RULES[course.algorithm](self.fleet, course.parcels, course.gradient_overlap)
+        self._rule = RULES.get(course.algorithm, Rule)(self.fleet, course.parcels, course.gradient_overlap)
         kinds = sorted(set(course.periods), key=lambda period: period.schedule)
         #: A clock for each of the different periods, and which of them is every worker's.
         self._clocks = [RoundClock(period, course.delay) for period in kinds]
@@ -254,6 +254,11 @@ class SpanSample:
         for rank in self.ranks:
             if done[rank]:
                 self._add(rank, steps[rank], "compute", begun[rank], ended[rank])
+
+    def add(self, rank: int, step: int, name: str, start: float, end: float) -> None:
+        """A span of a worker that is at a step of its own, counted from 0."""
+        if rank in self.rows and step in self._window:
+            self._add(rank, step + 1, name, start, end)
 
     def _add(self, rank: int, step: int, name: str, start: float, end: float) -> None:
         row = {"rank": rank, "step": step, "name": name, "start": float(start), "end": float(end), "simulated": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +11,9 @@ from torch import nn
 
 from cocod_accel.algorithms import Algorithm
 from cocod_accel.comm.agreement import exchange_reports
-from cocod_accel.comm.groups import Channels, default_group
+from cocod_accel.comm.groups import Channels, default_group, world_group
 from cocod_accel.comm.shutdown import rest_before_exit
+from cocod_accel.comm.star import channels_to_server
 from cocod_accel.members.settings import Members
 from cocod_accel.sync.membership import Membership, check_members
 from cocod_accel.sync.nodes import Nodes
@@ -20,6 +23,7 @@ from cocod_accel.sync.preflight import (
     check_agreement,
     group_of,
     raise_problems,
+    start_equal,
 )
 from cocod_accel.sync.sync import Sync
 
@@ -62,14 +66,17 @@ def attach(
             check_members(members, subject, algorithm, inner)
     except Exception as error:  # whatever it is, the other workers must hear of it before anybody waits
         problem = error
-    apparent = group_of(model) if inner is None else default_group()
-    group = apparent if subject is None else subject.group
+    is_served = isinstance(algorithm, Algorithm) and algorithm.is_served
+    apparent = world_group() if is_served else group_of(model) if inner is None else default_group()
+    group = apparent if subject is None or is_served else subject.group
     device = next((parameter.device for parameter in model.parameters()), None) if isinstance(model, nn.Module) else None
     what = "" if group is None else f"attach() with {torch.distributed.get_world_size(group)} workers"
     reports: list[Report] = exchange_reports(Report.of(subject, algorithm, weight, problem), group, device, what=what)
     raise_problems(reports, problem)
     assert subject is not None
     check_agreement(reports, algorithm)
+    if is_served:
+        return _attach_to_server(subject, algorithm, group, reports)
 
     rank = 0 if group is None else torch.distributed.get_rank(group)
     nodes = Nodes.of([report.node for report in reports], rank)
@@ -93,3 +100,14 @@ def attach(
         rest_before_exit()
     membership = None if members is None else Membership(members, subject, algorithm, float(weight))
     return Sync(subject, algorithm, channels, nodes, reports, membership)
+
+
+def _attach_to_server(subject: Subject, algorithm: Algorithm, group: Any, reports: Sequence[Report]) -> Sync:
+    """Of an algorithm with a server, which has reported last and now serves."""
+    rank = torch.distributed.get_rank(group)
+    channels = channels_to_server(group)
+    rest_before_exit()
+    nodes = Nodes.of([() for _ in reports[:-1]], rank)
+    subject = replace(subject, workers=(channels.everyone.group,))  # type: ignore[attr-defined]
+    equal = start_equal(reports, Nodes.of([() for _ in reports], rank))
+    return Sync(subject, algorithm, channels, nodes, reports[:-1], equal=equal)

@@ -7,13 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from cocod_accel.comm.meeting import LEFT, SILENT
 from cocod_accel.comm.watchdog import Watch, end_process, store_of
-
-if TYPE_CHECKING:
-    from cocod_accel.sync.sync import Sync
 
 # How long a worker looks for the one that made its collective fail.
 _EXPLAIN_SECONDS = 5.0
@@ -23,15 +20,25 @@ _LINGER_SECONDS = 2.0
 class PeerWatch:
     """Ends this process, and says why, once another worker is gone. Until it stops, or the process ends."""
 
-    def __init__(self, sync: Sync, frozen_seconds: float) -> None:
-        self.rank = sync.rank
+    def __init__(
+        self,
+        rank: int,
+        num_workers: int,
+        group: Any,
+        frozen_seconds: float,
+        where: Callable[[], str],
+        *,
+        has_server: bool = False,
+    ) -> None:
+        """``has_server``: there is one, whose rank follows the workers'."""
+        self.rank, self._server = rank, num_workers if has_server else None
         self._watch = Watch(
-            store_of(sync.subject.group),
-            sync.rank,
-            sync.num_workers,
+            store_of(group),
+            rank,
+            num_workers + has_server,
             frozen_seconds=frozen_seconds,
             on_fault=lambda rank, what: self._end(self._line(rank, what)),
-            where=lambda: f"step {sync.attempts + 1}",
+            where=where,
         )
         self._watch.__enter__()
         self._is_on = True
@@ -71,7 +78,11 @@ class PeerWatch:
         end_process(None, 1)
 
     def _line(self, rank: int, what: str) -> str:
-        return f"error: {'' if rank < 0 else f'worker {rank} '}{what}; worker {self.rank} ends as well"
+        who = "" if rank < 0 else f"{self._name(rank)} "
+        return f"error: {who}{what}; {self._name(self.rank)} ends as well"
+
+    def _name(self, rank: int) -> str:
+        return "the server" if rank == self._server else f"worker {rank}"
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -27,9 +27,10 @@ class Places:
         """All workers are to make this call now; raises on all of them if they do not."""
         if self._calls is not None:
             clock = self._driver.clock
-            is_common = self._driver.method.same_period
-            position = f"at step {clock.attempts}" if is_common else f"after round {clock.rounds}"
-            self._calls.meets(f"{call} {position}", self._driver.method.poll)
+            method = self._driver.method
+            position = f" at step {clock.attempts}" if method.same_period else f" after round {clock.rounds}"
+            # With a server, each worker has taken steps of its own.
+            self._calls.meets(f"{call}{'' if method.is_served else position}", method.poll)
 
     def leave(self, how: str) -> None:
         """This worker comes to none of them any more, and whoever waits for it is told."""

@@ -21,15 +21,17 @@ from torch.optim import Optimizer
 
 from cocod_accel.algorithms import Algorithm, PipeSGD
 from cocod_accel.averaging.flat import local
+from cocod_accel.averaging.messages import described as described_optimizers
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import bytes_of
-from cocod_accel.comm.groups import ChannelKey, default_group
+from cocod_accel.comm.groups import ChannelKey, default_group, world_group
 from cocod_accel.sync import deepspeed as engines
 from cocod_accel.sync.ddp import ROUTERS, HookRouter, ignored_names, router_of, torch_optimizers, unsupported_modules, unwrap
 from cocod_accel.sync.deepspeed import EngineRouter, check_engine, is_engine
 from cocod_accel.sync.fsdp import FsdpShards, is_dtensor, is_fully_sharded
 from cocod_accel.sync.fsdp import router_of as fsdp_router_of
 from cocod_accel.sync.nodes import Nodes
+from cocod_accel.sync.roles import check_roles, check_served
 from cocod_accel.sync.shards import ShardRouter, Shards, check_node, ranks_of
 from cocod_accel.sync.zero import ZeroShards, stage_of
 from cocod_accel.sync.zero import router_of as zero_router_of
@@ -61,6 +63,8 @@ class Subject:
     offloads: bool = False
     #: Of a model that its node shares out; None: each worker holds a whole one.
     shards: Shards | None = None
+    #: Those that train it, where not all processes do: one group, or nothing.
+    workers: tuple[Any, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -87,11 +91,13 @@ class Subject:
             raise ValueError(f"ctas={ctas!r}: must be a number from 1 to 64, or None for NCCL's own choice; 4 to 8 is usual")
         if offload not in (None, "cpu"):
             raise ValueError(f'offload={offload!r}: must be "cpu", or None to keep everything on the model\'s device')
-        if offload is not None and algorithm.reduces_gradients:
+        if offload is not None and (algorithm.reduces_gradients or algorithm.is_served):
             raise ValueError(f'offload="cpu": {algorithm.name} keeps no models that could be moved; leave it out')
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
         module, ddp = unwrap(model)
+        if algorithm.is_served:
+            check_served(module, ddp, is_engine(model) or is_fully_sharded(module), inner)
         if module in ATTACHED:
             raise RuntimeError("an algorithm is attached to this model already; call sync.detach() first")
         engine = model if is_engine(model) else None
@@ -102,7 +108,8 @@ class Subject:
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         if algorithm.refuses_scaler and any(_is_scaled(item) for item in given):
             raise ValueError(algorithm.refuses_scaler)
-        if ddp is None and engine is None and shards is None and default_group() is not None:
+        is_bare = ddp is None and engine is None and shards is None
+        if is_bare and not algorithm.is_served and world_group() is not None:
             raise TypeError(
                 f"the model is a bare {type(module).__name__} while {dist.get_world_size()} processes run; "
                 "wrap it first: accelerator.prepare(model) or DistributedDataParallel(model)"
@@ -160,6 +167,8 @@ class Subject:
     @property
     def group(self) -> Any:
         """The workers this model is trained by; None if there is one."""
+        if self.workers:
+            return self.workers[0]
         if self.engine is not None or self.node:
             return default_group()
         if self.ddp is None or dist.get_world_size(self.ddp.process_group) == 1:
@@ -213,9 +222,20 @@ class Report:
     options: dict[str, str] = field(default_factory=dict)
     has_channels: bool = False
     is_sharded: bool = False
+    #: Of a server, whose optimizer is to take the workers' numbers.
+    serves: bool = False
+    optimizer: str = ""
 
     @classmethod
-    def of(cls, subject: Subject | None, algorithm: Algorithm, weight: Any, problem: Exception | None) -> Report:
+    def of(
+        cls,
+        subject: Subject | None,
+        algorithm: Algorithm,
+        weight: Any,
+        problem: Exception | None,
+        *,
+        serves: bool = False,
+    ) -> Report:
         if subject is None:
             return cls(error=described(problem))
         return cls(
@@ -230,6 +250,8 @@ class Report:
             options={name: str(getattr(algorithm, name)) for name in algorithm.options},
             has_channels=subject.router is not None and subject.router.channels_of == subject.channels,
             is_sharded=subject.shards is not None,
+            serves=serves,
+            optimizer=described_optimizers(subject.optimizers, subject.trainable) if algorithm.is_served else "",
         )
 
 
@@ -251,6 +273,7 @@ def raise_problems(reports: Sequence[Report], problem: Exception | None) -> None
 
 def check_agreement(reports: Sequence[Report], algorithm: Algorithm) -> None:
     first = reports[0]
+    check_roles(reports, algorithm)
     for rank, other in enumerate(reports[1:], start=1):
         for what, fix in (
             ("algorithm", "pass the same algorithm on every worker"),

@@ -25,7 +25,10 @@ def readable(state: dict[str, Any]) -> dict[str, Any]:
 
 def without_averages(state: dict[str, Any], nodes: list[list[int]]) -> dict[str, Any]:
     """For other workers than those that saved: they begin a round here, and the next mean is sent in full."""
-    return {**readable(state), "method": None, "averages": None, "nodes": nodes, "round_start": state["attempts"]}
+    method = state["method"]
+    # What a server held is everybody's.
+    kept = {"server": method["server"]} if isinstance(method, dict) and method.get("server") is not None else None
+    return {**readable(state), "method": kept, "averages": None, "nodes": nodes, "round_start": state["attempts"]}
 
 
 def _from_3(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -12,11 +12,13 @@ from typing import Any, Self
 from torch import Tensor
 
 from cocod_accel.algorithms import SSGD, Algorithm
+from cocod_accel.algorithms.asgd import ASGD
 from cocod_accel.averaging.replica import Replica
 from cocod_accel.averaging.route import Route
 from cocod_accel.averaging.weights import check_weight
 from cocod_accel.comm.agreement import exchange_reports
-from cocod_accel.comm.groups import Channels
+from cocod_accel.comm.groups import Channels, world_group
+from cocod_accel.comm.meeting import TransferError
 from cocod_accel.comm.shutdown import rest
 from cocod_accel.sync import states
 from cocod_accel.sync.auto import AutoPlan, Plan, given
@@ -64,6 +66,11 @@ class Stats:
     drift: float
     largest_drift: float
     mean_drift: float
+    #: With a server: updates between the model that a gradient of this worker was of and the one that it was applied to.
+    staleness: float = 0.0
+    largest_staleness: int = 0
+    #: And what had come and gone over the server's link when it last answered.
+    server_bytes: int = 0
 
     def keys(self) -> list[str]:
         return list(asdict(self))
@@ -83,7 +90,10 @@ class Sync:
         nodes: Nodes,
         reports: Sequence[Report],
         membership: Membership | None = None,
+        *,
+        equal: bool | None = None,
     ) -> None:
+        """``equal``: whether all workers begin with the same parameters; None: as they reported."""
         #: What is trained: model, optimizers, process group.
         self.subject = subject
         self._nodes = nodes
@@ -93,7 +103,7 @@ class Sync:
         #: What sums the gradients inside this worker's node; None: every worker is a node, or its node's model is sharded.
         self._inside: SSGD | None = None
         self._membership = membership
-        route = Route(channels.between, nodes.between(self._weights), channels.everyone)
+        route = Route(channels.between, nodes.between(self._weights), channels.everyone, server=channels.server)
         if membership is not None:
             route.comm, route.rounds = membership.session.comm, membership
         if channels.inside is not None:
@@ -137,7 +147,7 @@ class Sync:
         if self._inside is not None:
             self._inside.start(equal=len({reports[rank].trainable_digest for rank in nodes.node_ranks}) == 1)
         if membership is None:
-            self._driver.start(equal=start_equal(reports, nodes))
+            self._driver.start(equal=start_equal(reports, nodes) if equal is None else equal)
         else:
             self._meet_members(membership)
 
@@ -212,8 +222,13 @@ class Sync:
         self._check_usable("watch()")
         if not (isinstance(frozen_seconds, int | float) and frozen_seconds > 0):
             raise ValueError(f"watch(frozen_seconds={frozen_seconds!r}): must be a number of seconds above 0")
-        if self._peers is None and self.num_workers > 1:
-            self._peers = PeerWatch(self, frozen_seconds)
+        served = self._driver.method.is_served
+        if self._peers is None and (served or self.num_workers > 1):
+            if isinstance(self._driver.method, ASGD):
+                self._driver.method.watch(frozen_seconds)
+            group = world_group() if served else self.subject.group
+            where = lambda: f"step {self.attempts + 1}"  # noqa: E731
+            self._peers = PeerWatch(self.rank, self.num_workers, group, frozen_seconds, where, has_server=served)
 
     def stats(self) -> Stats:
         """Counters since attach (or since the run that was resumed began). ``averaged()`` is not counted.
@@ -229,6 +244,7 @@ class Sync:
             drift=self._driver.replica.drift,
             largest_drift=self._driver.replica.drifts.largest,
             mean_drift=self._driver.replica.drifts.mean,
+            **self._driver.method.own_stats(),
         )
 
     def plan(self) -> Plan:
@@ -268,6 +284,9 @@ class Sync:
         if self.is_attached:
             self._driver.replica.route.comm.let_go(_LET_GO_SECONDS)
             self.reminder.of_detaching()
+            if sys.exc_info()[0] is None:
+                with suppress(TransferError):  # what is in flight is given up
+                    self._driver.method.leave()
             if self.num_workers > 1 and sys.exc_info()[0] is None:
                 rest()
         self._remove(f"detach() at step {self.attempts}")

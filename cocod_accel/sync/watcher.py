@@ -55,6 +55,7 @@ class LoopWatcher:
         if self._refusal and is_stepped_by_scaler():
             raise RuntimeError(self._refusal)
         self._refusal = ""  # looked at once: a first step is never skipped, because its delayed gradients are zero
+        self._method.step_begins()
         if isinstance(self._router, EngineRouter):
             self._router.before_step(self._reducer, self._subject.trainable)
 

@@ -24,8 +24,10 @@ from accelerate.utils.dataclasses import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import cocod_accel
+from cocod_accel.comm.groups import set_workers
 from cocod_accel.comm.shutdown import rest
 from cocod_accel.comm.watchdog import end_after, is_gone
+from cocod_accel.config.algorithms import num_processes
 from cocod_accel.config.settings import Config
 from cocod_accel.config.strict import ConfigError, found
 from cocod_accel.extras import install_command
@@ -103,7 +105,7 @@ def uses_deepspeed() -> bool:
 
 
 def _check_connected(accelerator: Accelerator, config: Config, arguments: list[str], module: str) -> None:
-    meant, there = config.cluster.num_workers, accelerator.num_processes
+    meant, there = num_processes(config), accelerator.num_processes
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if there == meant:
         return
@@ -112,7 +114,9 @@ def _check_connected(accelerator: Accelerator, config: Config, arguments: list[s
         reason = f"{started} processes were started, but are not connected to each other"
     else:
         reason = f"{'only ' if there < meant else ''}{there} {'process was' if there == 1 else 'processes were'} started"
-    raise ConfigError(f"cluster.num_workers={meant}: {reason}; run: {command}")
+    workers = config.cluster.num_workers
+    server = "" if meant == workers else f"{config.algorithm.name} needs {meant}, one more for its server, and "
+    raise ConfigError(f"cluster.num_workers={workers}: {server}{reason}; run: {command}")
 
 
 @contextmanager
@@ -139,12 +143,25 @@ def start(config: Config, arguments: list[str], module: str = TRAINER) -> Iterat
     _check_connected(accelerator, config, arguments, module)
     seed_everything(config.seed + accelerator.process_index)
     yield accelerator
+    set_workers(None)
     # Only after a clean run: after an exception the others may be anywhere, and nothing may wait for them.
     if dist.is_initialized():
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         rest()
         dist.destroy_process_group()
+
+
+def is_server(config: Config, accelerator: Accelerator) -> bool:
+    """Whether this process is the server of an algorithm that has one: the last. All processes call this, once.
+
+    From here on workers meet without it.
+    """
+    num_workers = config.cluster.num_workers
+    if num_processes(config) == num_workers:
+        return False
+    set_workers(range(num_workers))
+    return bool(accelerator.process_index == num_workers)
 
 
 def _deepspeed_accelerator(config: Config, on_cpu: bool) -> Accelerator:

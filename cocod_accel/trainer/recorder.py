@@ -25,6 +25,10 @@ from cocod_accel.trainer.worker import Worker
 _QUIET_SECONDS = 10.0
 
 
+#: How the names of such figures begin.
+_COMMUNICATION = ("comm_", "drift", "rounds", "staleness", "largest_staleness", "server_bytes")
+
+
 class Recorder:
     """Writes what one worker knows of a run. It reads the worker and changes nothing of it."""
 
@@ -77,6 +81,7 @@ class Recorder:
             "comm_exposed_seconds": stats.exposed_seconds,
             "comm_hidden_seconds": stats.hidden_seconds,
             "drift": stats.drift,
+            **self._served(stats.staleness, stats.largest_staleness, stats.server_bytes),
             **({} if period is None else {"period": period}),
         }
         self._write("train", row)
@@ -86,6 +91,12 @@ class Recorder:
         if self._bar.disable and time.monotonic() - self._said > _QUIET_SECONDS:
             steps = f"step {worker.step} of {sum(worker.work.steps)}"
             self.say(f"epoch {row['epoch']:3d}/{worker.work.num_epochs}  {steps}  loss {row['loss']:.4f}  {speed}")
+
+    def _served(self, staleness: float, largest: float, server_bytes: float) -> dict[str, float]:
+        """What is known only where there is a server."""
+        if not self.worker.work.algorithm.is_served:
+            return {}
+        return {"staleness": staleness, "largest_staleness": int(largest), "server_bytes": int(server_bytes)}
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if not self.worker.is_main:
@@ -119,7 +130,7 @@ class Recorder:
     def _write(self, kind: str, row: dict[str, Any]) -> None:
         """To the run folder and to the trackers."""
         self._row(kind, row)
-        values = {f"{'comm/' if k.startswith(('comm_', 'drift', 'rounds')) else kind + '/'}{k}": v for k, v in row.items()}
+        values = {f"{'comm/' if k.startswith(_COMMUNICATION) else kind + '/'}{k}": v for k, v in row.items()}
         self.trackers.log({**values, "train_seconds": row["train_seconds"], **self._label}, step=self.worker.step)
 
     def _row(self, kind: str, row: dict[str, Any]) -> None:
@@ -172,7 +183,8 @@ class Recorder:
         stats, subject = worker.sync.stats(), worker.sync.subject
         digest = model_digest(subject.module.state_dict() if subject.shards is None else subject.shards.held())
         figures = [worker.clock.seconds, stats.bytes, stats.exposed_seconds, stats.hidden_seconds, worker.at.samples]
-        rows = worker.gather([*figures, float(digest)])
+        late = [stats.staleness, stats.largest_staleness, stats.server_bytes]
+        rows = worker.gather([*figures, float(digest), *map(float, late)])
         # Of a model that a node shares out, shards are equal place by place.
         node = worker.sync.nodes[0] if subject.shards is not None else [0]
         if any(row[5] != rows[node[rank % len(node)]][5] for rank, row in enumerate(rows)):
@@ -201,5 +213,7 @@ class Recorder:
             "comm_exposed_seconds": exposed,
             "comm_hidden_seconds": hidden,
             "samples_per_second": samples / seconds,
+            # Of all workers, each of which sends as many gradients.
+            **self._served(math.fsum(row[6] for row in rows) / len(rows), *(max(row[i] for row in rows) for i in (7, 8))),
             "model_digest": digest if len(node) == 1 else sum(int(rows[rank][5]) for rank in node) % 2**48,
         }

@@ -176,7 +176,7 @@ class Trainer:
         with self.sync.averaged():
             self.model.eval()
             # The module itself: workers may have different numbers of batches, which DDP must not see.
-            num_workers, device = worker.accelerator.num_processes, worker.accelerator.device
+            num_workers, device = self.sync.num_workers, worker.accelerator.device
             together = self.sync.subject.shards is not None
             scored = score(worker.module, self.config, self.task, worker.rank, num_workers, device, together=together)
         samples = at.index * worker.work.batch

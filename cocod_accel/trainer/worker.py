@@ -48,7 +48,8 @@ class Worker:
         self.work = Work.of(config, task.num_train, self.rank)
         inner = node_group(config.cluster.workers_per_replica)
         if config.cluster.shard is None:
-            self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner)
+            is_served = self.work.algorithm.is_served
+            self.model, self.optimizer = _prepared(accelerator, model, build_optimizer(config, model), inner, is_served)
         else:
             self.model, self.optimizer, inner = prepared_shards(accelerator, config, model, inner)
         self.sync = self._attach(inner)
@@ -164,8 +165,15 @@ class Worker:
         return exchange_reports(values, default_group(), self.accelerator.device)  # some devices have no float64
 
 
-def _prepared(accelerator: Accelerator, model: Any, optimizer: Optimizer, inner: Any) -> tuple[Any, Any]:
-    """Model and optimizer as accelerate prepares them; with DDP inside the node, where workers share one."""
+def _prepared(
+    accelerator: Accelerator, model: Any, optimizer: Optimizer, inner: Any, is_served: bool = False
+) -> tuple[Any, Any]:
+    """Model and optimizer as accelerate prepares them; with DDP inside the node, where workers share one; without it, where
+    a server holds the model.
+    """
+    if is_served:
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        return model, accelerator.prepare_optimizer(optimizer)
     if inner is None or accelerator.state.deepspeed_plugin is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
     else:
