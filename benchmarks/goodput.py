@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.1, help="seconds of a step")
     parser.add_argument("--save", type=int, default=100, help="steps between two checkpoints of those who start again")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("members", "restarts"))
     for name, count in (("lighthouse", 1), ("go-on", 4), ("start-again", 6)):
         parser.add_argument(f"--{name}", nargs=count, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -224,8 +225,13 @@ def main() -> None:
             calm = run_members(options, 0, min(60.0, options.seconds), root / "calm")
             pace = calm["steps"] / calm["seconds"]
             print(f"undisturbed: {pace:.1f} steps a second by {options.workers} workers", flush=True)
-            for what, run in (("the others go on", run_members), ("all start again", run_restarts)):
-                found = run(options, options.kills, options.seconds, root / what.split()[0])
+            for kind, what, run in (
+                ("members", "the others go on", run_members),
+                ("restarts", "all start again", run_restarts),
+            ):
+                if options.only not in (None, kind):
+                    continue
+                found = run(options, options.kills, options.seconds, root / kind)
                 goodput = found["steps"] / found["seconds"] / pace
                 print(f"{what}: goodput {goodput:.3f} {json.dumps(found)}", flush=True)
 

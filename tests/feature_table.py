@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cocod_accel import ALGORITHMS
-from tests import test_accelerate, test_deepspeed, test_features, test_fsdp, test_zero
+from tests import test_accelerate, test_deepspeed, test_features, test_fsdp, test_members, test_zero
 
 #: Stands for an algorithm's name in the id of a test.
 NAME = "NAME"
 
 
 _SHARDED = "Gradients are reduced over all workers, and those of a sharded model are reduced inside its node"
+
+_MEMBERS = "Averages of whoever is there are made of whole models, at the ends of rounds that are the same on all workers"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def rows() -> Iterator[Row]:
     for stage in (1, 2, 3):
         engines = test_zero.test_engines_equal_the_serial_reference
         yield Row(f"DeepSpeed ZeRO {stage} inside a node", _id(engines, f"zero{stage} {NAME}"), refused)
+    members = test_members.test_whoever_is_there_equals_the_reference
+    yield Row("workers that come and go", _id(members, NAME), dict.fromkeys(test_members.REFUSED, _MEMBERS))
 
 
 def _id(test: Callable[..., None], case: str) -> str:

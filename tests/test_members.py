@@ -144,10 +144,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: Algorithms that refuse members.
+REFUSED = ("ssgd", "pipe", "asynlocal", "streaming_diloco")
+
+
 @needs_torchft
-@pytest.mark.parametrize("case", ["cocod", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "cocod")])
+@pytest.mark.parametrize(
+    "case", ["cocod", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "cocod"), *REFUSED]
+)
 def test_whoever_is_there_equals_the_reference(case: str) -> None:
     """Three begin; one is killed, one comes later, one leaves; in which rounds is told to the reference."""
+    if case in REFUSED:
+        model = loops.make_model()
+        with pytest.raises(ValueError, match="does not work with members; use LocalSGD or CoCoDSGD"):
+            attach(model, loops.OPTIMIZERS["sgd"](model), loops.make_algorithm(case, 4), members=members("127.0.0.1:1", "a"))
+        return
     algorithm, options = CASES[case]
     with Company() as company:
         a, b, c = (company.start(train, name, algorithm, options, 10**9, 3) for name in "abc")

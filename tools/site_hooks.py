@@ -57,6 +57,7 @@ API = {
         "Outer",
         "ALGORITHMS",
     ),
+    "Workers that come and go": ("Members", "MembersError"),
     "Batches by speed": ("measure_speeds", "Measured", "plan_workers", "WorkPlan", "ShardSampler", "pass_through"),
     "Checkpoints": ("Checkpoints", "Resumed", "CheckpointError", "export_model"),
     "Sharded models": ("node_mpu", "node_parallelism", "zero_inside"),

@@ -315,6 +315,7 @@ class Part:
             coder.clear()
             if state is not None and state["residuals"]:
                 coder.residual.copy_(state["residuals"][index])
+            if state is not None and state["owned_residuals"]:
                 coder.owned_residual.copy_(state["owned_residuals"][index])
         if state is None:
             return

@@ -42,6 +42,7 @@ class MembersPart(Part):
         super().__init__(*args, **options)
         self._session, self._at = session, at
         self._places = (0, 1)  # rank and size that the coders are made for
+        self._share = 1.0  # of this worker in the last mean
         #: Called before the average of a round starts: whether what joiners need is ready; None: no round starts here.
         self.prepare: Callable[[], bool | None] = lambda: False
 
@@ -92,6 +93,11 @@ class MembersPart(Part):
             coder.clear()
         self._has_left_out = False
 
+    def state(self, *, copies: bool = True) -> dict[str, Any]:
+        """What any number of workers can go on from: nothing of it depends on how many there are."""
+        state = super().state(copies=copies)
+        return {**state, "residuals": self._owed(), "owned_residuals": []}
+
     # ---- what all workers have in common
 
     def common(self) -> Any:
@@ -123,6 +129,7 @@ class MembersPart(Part):
         weights, comm, total = gathering.weights, gathering.comm, flight.total
         assert total.header is not None
         self._fit_coders(gathering)
+        self._share = weights.factor / weights.total
         flight.residuals = [(coder.residual.clone(), coder.owned_residual.clone()) for coder in self._coders]
         is_coded = bool(self._coders) and self.point is not None and self.point.is_set
         flight.is_coded = is_coded and comm.size > 1
@@ -172,17 +179,21 @@ class MembersPart(Part):
         places = gathering.comm.rank, gathering.comm.size
         if not self._coders or self.point is None or places == self._places:
             return
-        before, (old_rank, _) = self._coders, self._places
-        self._places = places
+        owed, self._places = self._owed(), places
         self._coders = [Coder(self._codec, core, gathering.comm) for core in self.point.cores]
-        share = gathering.weights.factor / gathering.weights.total
-        for old, new in zip(before, self._coders, strict=True):
-            if old.residual.numel() == new.residual.numel():
-                new.residual.copy_(old.residual)
-                if share > 0:  # what was dropped of a mean counts as this worker's own
-                    row = old_rank * old.layout.chunk
-                    there = new.residual[row : row + old.layout.chunk]
-                    there.add_(old.owned_residual[: there.numel()], alpha=1 / share)
+        for residual, coder in zip(owed, self._coders, strict=True):
+            if residual.numel() == coder.residual.numel():
+                coder.residual.copy_(residual)
+
+    def _owed(self) -> list[Tensor]:
+        """What rounding has dropped, of means too: as if it had been dropped of this worker's own values."""
+        owed = [coder.residual.clone() for coder in self._coders]
+        for residual, coder in zip(owed, self._coders, strict=True):
+            if residual.numel() and self._share > 0:
+                row = self._places[0] * coder.layout.chunk
+                there = residual[row : row + coder.layout.chunk]
+                there.add_(coder.owned_residual[: there.numel()], alpha=1 / self._share)
+        return owed
 
     # ---- details
 

@@ -8,6 +8,7 @@ one round more, which the next list shows, and whatever all must have in common 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import queue
@@ -24,6 +25,7 @@ from cocod_accel.averaging.header import Kind
 from cocod_accel.averaging.weights import Weights
 from cocod_accel.comm.meeting import TransferError
 from cocod_accel.comm.regroup import RegroupingComm, Rendezvous
+from cocod_accel.comm.shutdown import rest_before_exit
 from cocod_accel.members.engine import Engine, NoAnswerError, TorchftEngine, UnreachableError
 from cocod_accel.members.entries import JOINS, MEMBER, NEW, Answer, Entry, Line, ahead_of, line_at, open_line
 from cocod_accel.members.healing import Donor, HealingError, fetch
@@ -129,6 +131,8 @@ class Session:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="members-rounds", daemon=True)
         self._thread.start()
+        rest_before_exit()
+        atexit.register(self.close, wait=False)  # of a program that does not
 
     def presence(self) -> Presence:
         last = self.last
@@ -144,6 +148,7 @@ class Session:
 
     def close(self, *, wait: bool = True) -> None:
         """This worker is gone. ``wait``: for an average under way, which others count on."""
+        atexit.unregister(self.close)
         self._jobs.put(None)
         if wait:
             self._thread.join(_CLOSE_SECONDS)
