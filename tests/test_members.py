@@ -28,6 +28,8 @@ from cocod_accel import (
     attach,
 )
 from cocod_accel.members.healing import Donor, HealingError, fetch, to_bytes
+from cocod_accel.members.part import MembersPart
+from cocod_accel.members.session import Gathering
 from tests import loops, reference_members
 from tests.company import HAS_TORCHFT, TOKEN, Company, Process, hear, say
 from tests.reference_members import Life
@@ -63,8 +65,20 @@ def train(
     last: int,
     begin_with: int,
     dtype: torch.dtype = torch.float64,
+    fails_at: int = 0,
 ) -> Any:
-    """Train until ``last`` steps, or as told: to say where it is, to leave, or to end after another step."""
+    """Train until ``last`` steps, or as told: to say where it is, to leave, or to end after another step.
+
+    ``fails_at``: the sum of the round that began after so many steps fails here, when it has succeeded elsewhere.
+    """
+    whole = MembersPart._send
+
+    def send(part: MembersPart, flight: Any, gathering: Gathering) -> None:
+        whole(part, flight, gathering)
+        if gathering.at == fails_at:
+            raise RuntimeError("this worker does not hear of it")
+
+    MembersPart._send = send  # type: ignore[method-assign, assignment]
     model = loops.make_model(dtype)
     optimizer = loops.OPTIMIZERS["momentum"](model)
     others = members(address, name, begin_with=begin_with)
@@ -96,13 +110,17 @@ def train(
         if last > 100:
             time.sleep(0.005)  # it ends as told, so there must be time to tell it
     end = sync.attempts
+    part = sync._driver.replica.parts[0]
+    part.land()
+    assert isinstance(part, MembersPart)
+    common = part.common()
     sync.finish()
     presence = sync.members.presence()
     sync.detach()
     return {
         "full_name": next(full for full in presence.names if full.startswith(f"{name}:")),
         "first": first, "last": end, "trace": trace, "merged": merged, "final": loops.snapshot(model),
-        "lost": presence.lost_rounds, "rounds": presence.rounds,
+        "common": common, "lost": presence.lost_rounds, "rounds": presence.rounds,
     }  # fmt: skip
 
 
@@ -180,6 +198,34 @@ def test_whoever_is_there_equals_the_reference(case: str) -> None:
     assert results["a"]["lost"] <= 1
     assert all(torch.equal(x, y) for x, y in zip(results["a"]["final"], results["d"]["final"], strict=True))
     compare(results, algorithm, options)
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("cocod", {"outer": (0.7, 0.3)}),
+        pytest.param("local", {"outer": (0.7, 0.3)}, marks=pytest.mark.slow),
+        pytest.param("cocod", {}, marks=pytest.mark.slow),
+        ("cocod", {"payload": "int8"}),
+    ],
+)
+def test_a_round_that_failed_for_one_is_harmless(algorithm: str, options: dict[str, Any]) -> None:
+    """It merges nothing, keeps its steps, and gets what all have in common in full."""
+    with Company() as company:
+        started = [
+            company.start(train, name, algorithm, options, 30, 3, torch.float64, 12 if name == "b" else 0) for name in "abc"
+        ]
+        results = {name: process.result() for name, process in zip("abc", started, strict=True)}
+    assert [results[name]["lost"] for name in "abc"] == [0, 1, 0]
+    assert [12 in results[name]["merged"] for name in "abc"] == [True, False, True]
+    if "payload" not in options:
+        compare(results, algorithm, options)
+    if options:
+        points = [torch.cat([*result["common"]["z"], *result["common"]["velocity"]]) for result in results.values()]
+        assert all(torch.equal(points[0], point) for point in points)
+    for result in results.values():
+        assert all(torch.equal(x, y) for x, y in zip(result["final"], results["a"]["final"], strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- nobody leaves

@@ -14,6 +14,8 @@ from cocod_accel.config.strict import ConfigError, printable, printable_lines, r
 if TYPE_CHECKING:
     from cocod_accel.config.settings import Config
     from cocod_accel.simulator.cluster import Cluster
+    from cocod_accel.simulator.simulate import Simulated
+    from cocod_accel.theory.goodput import Failures
 
 _OUT = Path("runs/simulated")
 #: Steps whose spans are kept by default.
@@ -29,6 +31,9 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, metavar="N", help="steps of worker 0; default: those of the configuration")
     parser.add_argument("--learn", action="store_true", help="also train all workers for real, in turn, in this process")
     parser.add_argument("--spans", type=int, metavar="STEPS", help="keep the spans of this many steps; default: 200")
+    parser.add_argument("--failures", type=float, metavar="N", help="workers that fail in an hour: what that would cost")
+    parser.add_argument("--restart", type=float, default=120, metavar="SECONDS", help="until one is back; default: 120")
+    parser.add_argument("--save", type=float, default=600, metavar="SECONDS", help="between checkpoints; default: 600")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to create run folders; default: runs/simulated")
     return parser
 
@@ -39,8 +44,9 @@ def run(options: argparse.Namespace) -> int:
     from cocod_accel.simulator.cluster import load_cluster
     from cocod_accel.simulator.folders import write
     from cocod_accel.simulator.learning import Learning
-    from cocod_accel.simulator.simulate import Simulated, simulate
+    from cocod_accel.simulator.simulate import simulate
     from cocod_accel.simulator.tables import report
+    from cocod_accel.theory.goodput import Failures
 
     cluster = load_cluster(options.cluster)
     check_at_least("--workers", options.workers, 1)
@@ -49,6 +55,12 @@ def run(options: argparse.Namespace) -> int:
     if options.learn and options.steps is not None:
         raise ConfigError(f"--steps={options.steps}: --learn trains whole epochs; drop --steps and set schedule.epochs=1")
     check_at_least("--spans", options.spans, 0)
+    failures = None
+    if options.failures is not None:
+        try:
+            failures = Failures(options.failures, options.restart, options.save)
+        except ValueError as error:
+            raise ConfigError(f"--failures={options.failures:g} --restart={options.restart:g}: {error}") from error
     configs, skipped = _configs(cluster, options.configs, options.algorithms, options.steps)
     runs: list[Simulated] = []
     folders: list[Path] = []
@@ -66,6 +78,9 @@ def run(options: argparse.Namespace) -> int:
         with _bar(f"{config.algorithm.name}, learning", total=done.timeline.num_steps) as bar:
             folders.append(write(done, Learning(config, on_step=bar.update).rows()))
     print(printable_lines(report(cluster, runs)))
+    if failures is not None:
+        for done in runs:
+            print(printable(_goodput(done, failures)))
     waiting = [done.config.algorithm.name for done in runs if done.exposed_share > 0.5]
     if waiting:
         resized = [] if options.workers is None else ["--workers", str(options.workers)]
@@ -75,6 +90,22 @@ def run(options: argparse.Namespace) -> int:
         print(f"skipped: {printable(line)}", file=sys.stderr)
     print(printable(f"run folders: cocod compare {shlex.join(map(str, folders))}"))
     return 0
+
+
+def _goodput(done: Simulated, failures: Failures) -> str:
+    """What failures would cost this run, in words; estimated, not simulated."""
+    from cocod_accel.theory.goodput import goodput_of_members, goodput_of_restarts
+
+    name = done.config.algorithm.name
+    again = (
+        f"{name}, {failures.per_hour:g} failures an hour: {goodput_of_restarts(failures):.1%} of the steps are kept if all"
+    )
+    again += " start again"
+    if name not in ("local", "cocod", "diloco"):
+        return again
+    seconds = done.step_seconds * done.work.algorithm.period.at(0)
+    others = goodput_of_members(failures, done.cluster.num_workers, seconds, overlapped=name == "cocod")
+    return f"{again}, {others:.1%} if the others go on (estimated)"
 
 
 def _bar(what: str, total: int | None = None) -> Any:
