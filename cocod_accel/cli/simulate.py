@@ -97,10 +97,8 @@ def _goodput(done: Simulated, failures: Failures) -> str:
     from cocod_accel.theory.goodput import goodput_of_members, goodput_of_restarts
 
     name = done.config.algorithm.name
-    again = (
-        f"{name}, {failures.per_hour:g} failures an hour: {goodput_of_restarts(failures):.1%} of the steps are kept if all"
-    )
-    again += " start again"
+    kept = f"{goodput_of_restarts(failures):.1%} of the steps are kept if all start again"
+    again = f"{name}, {failures.per_hour:g} failures an hour: {kept}"
     if name not in ("local", "cocod", "diloco"):
         return again
     seconds = done.step_seconds * done.work.algorithm.period.at(0)

@@ -31,10 +31,10 @@ class Failures:
 
 
 def goodput_of_restarts(failures: Failures) -> float:
-    """All end, and start again from the last checkpoint: l c / (e^(l c) - 1) of the work is kept, of 1 / (1 + l r) of the time.
+    """All end, and start again from the last checkpoint: l c / (e^(l c) - 1) of the work of 1 / (1 + l r) of the time.
 
-    l: failures a second; c: seconds between checkpoints, each of which is kept only if nobody fails meanwhile; r: seconds of a
-    restart.
+    l: failures a second; c: seconds between checkpoints, each of which is kept only if nobody fails meanwhile; r: seconds
+    of a restart.
     """
     rate = failures.per_hour / _HOUR
     risk = rate * failures.save_seconds
@@ -45,10 +45,10 @@ def goodput_of_restarts(failures: Failures) -> float:
 def goodput_of_members(
     failures: Failures, num_workers: int, round_seconds: float, heartbeat_seconds: float = 2.0, overlapped: bool = True
 ) -> float:
-    """The others go on: 1 - l (r + 2 T) / N of the workers' time, of 1 / (1 + l b) of the time.
+    """The others go on: 1 - l (r + 2 T) / N of the work of 1 / (1 + l b) of the time.
 
-    T: a round, of which the worker that failed loses half on average, and waits for one and a half until it is let in. b: how
-    long the others wait until the silence of the one that failed is noticed, behind which a round is hidden if it overlaps.
+    T: a round, of which the worker that failed loses half on average; it waits for one and a half until it is let in. b:
+    how long the others wait until its silence is noticed, which steps of a round that overlaps are hidden behind.
     """
     rate = failures.per_hour / _HOUR
     away = failures.restart_seconds + 2 * round_seconds
