@@ -48,7 +48,7 @@ test-cpu: .venv-cpu/.ready
 
 test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest -m "not slow" tests/test_loops.py tests/test_integrations.py \
-	    tests/test_members.py \
+	    tests/test_members.py tests/test_members_refused.py \
 	    "tests/test_tutorials.py::test_a_page_does_what_it_says[docs/tutorials/lightning.md]" \
 	    "tests/test_tutorials.py::test_a_page_does_what_it_says[docs/tutorials/machines_that_come_and_go.md]"
 

@@ -11,15 +11,24 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
+from cocod_accel import Members
 from tests import workers
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
-TOKEN = "a token of this test"
+TOKEN = "a token of these tests"
 SECONDS = 60.0
+
+needs_torchft = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed: pip install 'cocod-accel[elastic]'")
 
 if HAS_TORCHFT:
     os.environ.setdefault("RUST_LOG", "error")  # read when the forkserver imports it; else it reports every question
     workers.preload("torchft.coordination")
+
+
+def members(address: str, called: str, **options: Any) -> Members:
+    return Members(**{"lighthouse": address, "token": TOKEN, "name": called, "timeout": 10.0, **options})
 
 
 def _serve(pipe: Connection, bind: str, heartbeat_ms: int) -> None:

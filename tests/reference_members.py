@@ -30,6 +30,7 @@ class _Worker:
     start: dict[int, list[Tensor]] = field(default_factory=dict)  # x_t of what is in flight
     z: list[Tensor] = field(default_factory=list)
     velocity: list[Tensor] = field(default_factory=list)
+    num_taken: int = 0  # means that z has followed
 
     def values(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
@@ -65,6 +66,7 @@ def run(
 
     def take_in(worker: _Worker, mean: Sequence[Tensor]) -> list[Tensor]:
         """The point that all hold from here on."""
+        worker.num_taken += 1
         if outer is None:
             worker.z = [value.clone() for value in mean]
         else:
@@ -99,6 +101,12 @@ def run(
                 counted = [(n, w) for n, w in zip(names, weights, strict=True) if w]
                 total = sum(w for _, w in counted)
                 rows = zip(*(workers[n].start[at] for n, _ in counted), strict=True)
+                # Whoever has missed a mean gets the point from one who has not, before this one is made.
+                most = max((workers[n] for n, _ in counted), key=lambda worker: worker.num_taken)
+                for n, _ in counted:
+                    if workers[n].num_taken < most.num_taken:
+                        workers[n].z, workers[n].velocity = list(most.z), list(most.velocity)
+                        workers[n].num_taken = most.num_taken
                 means[at] = [
                     sum((w * x for (_, w), x in zip(counted, row, strict=True)), torch.zeros(())) / total for row in rows
                 ]
@@ -109,6 +117,7 @@ def run(
                     workers[name].optimizer.load_state_dict(copy.deepcopy(donor.optimizer.state_dict()))
                     workers[name].z = [z.clone() for z in donor.z]
                     workers[name].velocity = [v.clone() for v in donor.velocity]
+                    workers[name].num_taken = donor.num_taken
                     workers[name].assign(take_in(workers[name], means[at]))
                 if not overlapped:
                     for name in here:

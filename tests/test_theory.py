@@ -473,7 +473,7 @@ def test_goodput_of_going_on_is_that_of_drawn_failures(per_hour: float, restart:
         if back_at[failed] > now:  # it is away, and cannot fail
             continue
         done -= chance.uniform(0, round_)
-        back_at[failed] = now + restart + chance.uniform(0, round_)
+        back_at[failed] = now + restart + round_ + chance.uniform(0, round_)
         held += failures.heartbeat_seconds * sum(at <= now for at in back_at)
     found = (done - held) / (workers * now)
     assert found == pytest.approx(failures.goodput_of_going_on(workers, round_), rel=0.01)

@@ -39,15 +39,15 @@ class Failures:
         return rate * checkpoint_seconds / (math.exp(rate * self.restart_seconds) * math.expm1(rate * checkpoint_seconds))
 
     def goodput_of_going_on(self, num_workers: int, round_seconds: float) -> float:
-        """Half a round of the worker's own steps is lost, it joins at a round's end, and the others wait for a heartbeat.
+        """A worker loses half a round of its steps and waits one and a half to be let in; the others wait for a heartbeat.
 
         >>> round(Failures(per_hour=6, restart_seconds=60).goodput_of_going_on(4, round_seconds=10), 3)
-        0.964
+        0.961
         """
         rate = self.per_hour / 3600 / num_workers
         if rate == 0:
             return 1.0
-        up, away = 1 / rate, self.restart_seconds + round_seconds / 2
+        up, away = 1 / rate, self.restart_seconds + 1.5 * round_seconds
         failing = up / (up + away) * rate  # a worker that is away does not fail
         blocked = min(1.0, (num_workers - 1) * failing * self.heartbeat_seconds)
         return max(0.0, up * (1 - blocked) - round_seconds / 2) / (up + away)
