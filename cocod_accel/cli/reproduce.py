@@ -19,6 +19,7 @@ from cocod_accel.config.strict import ConfigError
 
 if TYPE_CHECKING:
     from cocod_accel.reproduce.grid import Cell
+    from cocod_accel.reproduce.running import Row
     from cocod_accel.reproduce.tables import Grid
 
 _OUT = Path("runs/reproduce")
@@ -28,7 +29,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("reproduce", help="the paper's tables and figures, and where they do not hold")
     add_configs(parser, "overrides for every cell, e.g. task.data_dir=/data", metavar="key=value")
     parser.add_argument("--scale", default="small", metavar="SCALE", help="smoke, small (default) or full (16 GPUs)")
-    parser.add_argument("--only", default="", metavar="A,B", help="parts: homogeneous, scaling, ..., learning")
+    parser.add_argument("--only", default="", metavar="A,B", help="parts: homogeneous, scaling, ..., learning, language")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/reproduce/SCALE")
     parser.add_argument("--rows", type=Path, action="append", default=[], metavar="FILE", help="rows of earlier runs")
     parser.add_argument("--jobs", type=int, metavar="N", help="cells to run in parallel; default: one per core")
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Run what is missing, print the tables, write figures."""
     from cocod_accel.config.loading import load_config
     from cocod_accel.reproduce.grid import cells, scale_of
+    from cocod_accel.reproduce.language import wanted
     from cocod_accel.reproduce.running import done_rows, missing, read_rows, run_cells
     from cocod_accel.reproduce.tables import Grid
     from cocod_accel.tasks import build_task
@@ -49,26 +51,32 @@ def run(options: argparse.Namespace) -> int:
     for given in overrides:
         if "=" not in given:
             raise ConfigError(f"{given}: not a key=value override; --scale selects the configuration files")
-    grid = cells(scale_of(options.scale), [part.strip() for part in options.only.split(",") if part.strip()])
+    everything = cells(scale_of(options.scale), [part.strip() for part in options.only.split(",") if part.strip()])
     out = _OUT / options.scale if options.out is None else options.out
     check_at_least("--jobs", options.jobs, 1)
     for file in options.rows:
         if not file.is_file():
             raise ConfigError(f"--rows={file}: no such file; give the rows.jsonl of an earlier run")
     if options.scale == "full":
-        return _full(grid, overrides, out, dry_run=options.dry_run)
+        return _full(everything, overrides, out, dry_run=options.dry_run)
     absent = extras.missing("matplotlib", "report")
     if absent is not None and not options.dry_run:
         raise ConfigError(f"reproduce draws figures: {absent}")
     files = [*options.rows, out / "rows.jsonl"]
-    rows = read_rows(files)
-    todo = [] if options.only_tables else missing(grid, rows, overrides)
+
+    def planned() -> tuple[list[Cell], list[Cell], dict[str, Row]]:
+        """The grid, what is missing of it and what is done. Which cells are wanted may depend on what was found."""
+        rows = read_rows(files)
+        grid = wanted(everything, done_rows(everything, rows, overrides))
+        return grid, missing(grid, rows, overrides), done_rows(grid, rows, overrides)
+
+    grid, todo, done = planned()
     if options.dry_run:
         for cell in todo:
             print(cell.name)
         print(f"{len(todo)} of {len(grid)} cells to run")
         return 0
-    if todo:
+    while todo and not options.only_tables:
         build_task(load_config([*todo[0].arguments, *overrides]))  # missing data is reported here, once
         print(f"{len(todo)} of {len(grid)} cells to run; if interrupted, rerun the same command to continue", flush=True)
         try:
@@ -76,8 +84,7 @@ def run(options: argparse.Namespace) -> int:
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        rows = read_rows(files)
-    done = done_rows(grid, rows, overrides)
+        grid, todo, done = planned()
     if not done:
         raise ConfigError(f"{out / 'rows.jsonl'}: has no row of these cells; run them first, or give --rows FILE")
     _write(Grid(grid, done), out, overrides)

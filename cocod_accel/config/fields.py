@@ -96,8 +96,9 @@ def positive(null: str = "") -> Metadata:
     return must("must be positive" + (f"; null: {null}" if null else ""), lambda v: math.isfinite(v) and v > 0)
 
 
-def not_negative() -> Metadata:
-    return must("must not be negative", lambda v: math.isfinite(v) and v >= 0)
+def not_negative(null: str = "") -> Metadata:
+    text = "must not be negative" + (f"; null: {null}" if null else "")
+    return must(text, lambda v: math.isfinite(v) and v >= 0)
 
 
 def within(interval: str) -> Metadata:

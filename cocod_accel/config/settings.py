@@ -66,16 +66,17 @@ class TaskConfig:
     #: Downscale the images of the built-in sets by this factor per side, averaging pixels.
     shrink: int = field(default=1, metadata=at_least(1))
     #: Label-skewed shards: each worker's classes are drawn from a Dirichlet distribution with this alpha. The smaller it is,
-    #: the fewer classes a worker has; 0.1 gives most workers two or three. null: all shards have the same distribution.
-    label_skew: float | None = field(default=None, metadata=positive(null="all shards have the same distribution"))
+    #: the fewer classes a worker has; 0.1 gives most workers two or three. 0: samples are sorted by class (text: by folder)
+    #: and cut into shards. null: all shards have the same distribution.
+    label_skew: float | None = field(default=None, metadata=not_negative(null="all shards have the same distribution"))
     #: `cross_entropy`, `mse`, `model` (the model returns its loss), or `module:callable` of (outputs, targets).
     loss: str = "cross_entropy"
     #: Any of `accuracy`, `bits_per_byte`, `squared_error`, `loss`, or `module:callable`; targets are of the first.
     #: []: accuracy, and bits_per_byte of text.
     metrics: list[str] = field(default_factory=list)
-    #: Use only the first training samples, for smoke tests.
+    #: Use only the first training samples, for smoke tests; of text, sequences spread evenly over it.
     train_limit: int | None = field(default=None, metadata=at_least(1))
-    #: Use only the first test samples.
+    #: Use only the first test samples; of text, sequences spread evenly over it.
     test_limit: int | None = field(default=None, metadata=at_least(1))
     #: Keyword arguments of a `module:callable`, or of the synthetic task.
     args: dict[str, Any] = field(default_factory=dict)

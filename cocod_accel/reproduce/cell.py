@@ -32,13 +32,15 @@ def run(cell: Cell, out: Path, overrides: list[str], made_with: str) -> None:
         shutil.rmtree(begun)
     done = simulate(cluster, config)
     failed = None
+    learning = Learning(config, threads=1) if cell.learns else None
     try:
-        write(done, Learning(config, threads=1).rows() if cell.learns else None)
+        write(done, learning.rows() if learning is not None else None)
     except NonFiniteLossError as error:  # a result, not a fault
         failed = str(error)
     else:
         (begun / "made_with").write_text(made_with)
-    append(out / "rows.jsonl", json.dumps(row_of(cell, begun, made_with, failed)))
+    digest = learning.task.digest if learning is not None else None
+    append(out / "rows.jsonl", json.dumps(row_of(cell, begun, made_with, failed, digest)))
 
 
 def append(path: Path, line: str) -> None:

@@ -3,7 +3,8 @@
 Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
 ``skew`` (label-skewed shards against the period), ``remedies`` (fixes for the worst of those), ``iterations`` (steps to
 a loss against the number of workers, Remarks 1 and 2), ``length`` (shorter runs: when does CoCoD-SGD catch up?) and, if
-asked for, ``learning`` (what every method gives up after equally many steps; :mod:`cocod_accel.reproduce.learning`).
+asked for, ``learning`` (what every method gives up after equally many steps; :mod:`cocod_accel.reproduce.learning`) and
+``language`` (the same of a language model; :mod:`cocod_accel.reproduce.language`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cocod_accel.simulator.cluster import Cluster, load_cluster
 CONFIGS = profiles()
 #: What is run unless other parts are asked for.
 USUAL_PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")
-PARTS = (*USUAL_PARTS, "learning")
+PARTS = (*USUAL_PARTS, "learning", "language")
 SCALES = ("smoke", "small", "full")
 
 #: The files in configs/variants, and the paper's names for them.
@@ -56,9 +57,9 @@ class Cell:
     """One run."""
 
     part: str
-    #: The paper's model.
+    #: The paper's model, or gpt.
     model: str
-    #: A key of NAMES.
+    #: A key of NAMES, or of ``ALGORITHMS``.
     variant: str
     #: Other settings that distinguish it within its part, as shown in tables.
     setting: str
@@ -76,10 +77,12 @@ class Cell:
         return "-".join(part for part in [*parts, f"seed{self.seed}"] if part).replace("=", "")
 
     def on(self, overrides: Sequence[str] = ()) -> Cluster:
-        """The paper's cluster, with the paper's payload and this cell's batch size, whichever model is trained."""
+        """The paper's cluster and this cell's batch size, with the payload of the paper's model, whatever is trained in its
+        place.
+        """
         cluster = load_cluster(CONFIGS / "cluster" / f"{self.cluster}.yaml")
         batch = load_config([*self.arguments, *overrides]).batch_size
-        cluster = replace(cluster, payload_bytes=PAYLOAD_BYTES[self.model], batch_size=batch)
+        cluster = replace(cluster, payload_bytes=PAYLOAD_BYTES.get(self.model), batch_size=batch)
         return cluster if self.num_workers == cluster.num_workers else cluster.resized(self.num_workers)
 
 
@@ -132,12 +135,13 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
     """All cells, or those of some parts; the first seed of all parts comes first, so a partial run covers them all."""
     for part in only:
         require_choice(part, "--only", list(PARTS))
-    from cocod_accel.reproduce import learning  # it is made of this module's cells
+    from cocod_accel.reproduce import language, learning  # they are made of this module's cells
 
     wanted = only or USUAL_PARTS
     makers = {
         "homogeneous": _homogeneous, "scaling": _scaling, "heterogeneous": _heterogeneous,
         "skew": _skew, "remedies": _remedies, "iterations": _iterations, "length": _length, "learning": learning.cells,
+        "language": language.cells,
     }  # fmt: skip
     found = [cell for part in PARTS if part in wanted for cell in makers[part](scale)]
     found.sort(key=lambda cell: (cell.learns, cell.seed))

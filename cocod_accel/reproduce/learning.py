@@ -148,21 +148,23 @@ def _block(grid: Grid, model: str, setting: str, methods: tuple[Method, ...], ba
         sent = mean_of(ours, "comm_bytes")
         share = "-" if full is None or sent is None else f"{sent / full:.3f}"
         where = MODELS[model] if not setting else f"{MODELS[model]}, {setting}"
-        lines.append([where, method.label, str(len(ours)), accuracy_cell(ours), _difference(ours, theirs), share])
+        apart = "" if ours is theirs else difference(accuracies(ours), accuracies(theirs))
+        lines.append([where, method.label, str(len(ours)), accuracy_cell(ours), apart, share])
     if lines and steps is not None:
         lines[0][0] += f", {steps:.0f} steps"
     return lines
 
 
-def _difference(ours: dict[int, dict[str, object]], theirs: dict[int, dict[str, object]]) -> str:
-    found, base = accuracies(ours), accuracies(theirs)
+def difference(found: dict[int, float], base: dict[int, float], digits: int = 2) -> str:
+    """The paired difference of values by seed and its interval, of one seed without; nothing of what is the baseline."""
     interval = Interval.of(found, base)
-    if ours is theirs or found == base:
+    if found == base:
         return ""
     if interval is not None:
-        return f"{interval.mean:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})"
+        mean, low, high = (f"{value:+.{digits}f}" for value in (interval.mean, interval.low, interval.high))
+        return f"{mean} ({low} to {high})"
     shared = sorted(found.keys() & base.keys())
-    return f"{statistics.fmean(found[s] - base[s] for s in shared):+.2f}" if shared else "-"
+    return f"{statistics.fmean(found[s] - base[s] for s in shared):+.{digits}f}" if shared else "-"
 
 
 # ------------------------------------------------------------------------------------------------ for ``cocod plan``

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from cocod_accel.config.fields import Affects
 from cocod_accel.config.loading import flattened, save_config
-from cocod_accel.config.settings import DEFAULT_EPOCHS, Config, may_differ
+from cocod_accel.config.settings import ACCURACY, DEFAULT_EPOCHS, Config, may_differ
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.reproduce.grid import Cell
 from cocod_accel.simulator.simulate import configured, title
@@ -34,15 +34,22 @@ from cocod_accel.simulator.simulate import configured, title
 Row = dict[str, Any]
 #: By cell name and fingerprint, so that rows with other settings can coexist.
 Rows = dict[tuple[str, str], Row]
-#: The keys of a summary and of an evaluation that are kept.
-_SUMMARY = (
-    "steps", "rounds", "best_accuracy", "final_accuracy", "train_seconds", "time_to_accuracy", "comm_bytes",
-    "comm_exposed_seconds", "comm_hidden_seconds", "samples_per_second",
-)  # fmt: skip
-_EVALUATION = ("epoch", "step", "accuracy", "test_loss", "train_loss", "train_seconds")
 #: Also kept if the averaged model's loss on the training data was computed.
 _MORE = ("mean_train_loss",)
 _CELL = "cocod_accel.reproduce.cell"
+
+
+def _summary_keys(metric: str) -> tuple[str, ...]:
+    """The keys of a summary that are kept."""
+    known = () if metric == ACCURACY else ("metric", "better")
+    return (
+        "steps", "rounds", f"best_{metric}", f"final_{metric}", "train_seconds", f"time_to_{metric}", "comm_bytes",
+        "comm_exposed_seconds", "comm_hidden_seconds", "samples_per_second", *known,
+    )  # fmt: skip
+
+
+def _evaluation_keys(metric: str) -> tuple[str, ...]:
+    return "epoch", "step", metric, "test_loss", "train_loss", "train_seconds"
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
@@ -134,15 +141,18 @@ def _start(cell: Cell, out: Path, log: Path, overrides: Sequence[str]) -> BasePr
 # ---------------------------------------------------------------------------------------------- rows and folders
 
 
-def row_of(cell: Cell, folder: Path, made_with: str, failed: str | None = None) -> Row:
-    """The row of a finished run."""
+def row_of(cell: Cell, folder: Path, made_with: str, failed: str | None = None, digest: str | None = None) -> Row:
+    """The row of a finished run. ``digest``: of its data, if they are not the same everywhere."""
     row: Row = {"name": cell.name, "made_with": made_with, "learns": cell.learns}
+    if digest is not None:
+        row["data_digest"] = digest
     if failed is not None:
         return {**row, "failed": failed}
     summary = json.loads((folder / "summary.json").read_text())
-    row |= {key: _short(summary[key]) for key in _SUMMARY}
+    metric = summary.get("metric", ACCURACY)
+    row |= {key: _short(summary[key]) for key in _summary_keys(metric)}
     evaluations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [*_EVALUATION, *(key for key in _MORE if any(key in e for e in evaluations))]
+    kept = [*_evaluation_keys(metric), *(key for key in _MORE if any(key in e for e in evaluations))]
     row["evaluations"] = [[_short(e[key]) for key in kept] for e in evaluations if e["kind"] == "eval"]
     return row
 
@@ -154,7 +164,7 @@ def _short(value: Any) -> Any:
 
 
 def evaluations(row: Row) -> list[dict[str, Any]]:
-    keys = (*_EVALUATION, *_MORE)
+    keys = (*_evaluation_keys(row.get("metric", ACCURACY)), *_MORE)
     return [dict(zip(keys[: len(values)], values, strict=True)) for values in row["evaluations"]]
 
 
@@ -171,7 +181,9 @@ def folder_of(cell: Cell, row: Row, out: Path, overrides: Sequence[str] = ()) ->
         folder.mkdir(parents=True)
         mark.write_text(row["made_with"])
         save_config(config, folder / "config.yaml")
-        rows = [{"kind": "eval", **evaluation, "simulated": True} for evaluation in evaluations(row)]
+        metric = row.get("metric", ACCURACY)
+        marks = {"simulated": True} | {key: row[key] for key in ("metric", "better") if key in row}
+        rows = [{"kind": "eval", **evaluation, **marks} for evaluation in evaluations(row)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
         summary = {
             "name": cell.name,
@@ -184,7 +196,7 @@ def folder_of(cell: Cell, row: Row, out: Path, overrides: Sequence[str] = ()) ->
             "clock": config.clock,
             "emulated": config.emulated,
             "epochs": config.schedule.epochs,
-            **{key: row[key] for key in _SUMMARY},
+            **{key: row[key] for key in _summary_keys(metric)},
         }
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return folder

@@ -258,7 +258,7 @@ def iterations_table(grid: Grid) -> str:
 
 def report(grid: Grid) -> str:
     """All tables."""
-    from cocod_accel.reproduce import learning  # it is made of this module's cells
+    from cocod_accel.reproduce import language, learning  # they are made of this module's cells
 
     parts = [
         ("Table 1: equal workers", environment_table(grid, "homogeneous")),
@@ -268,6 +268,7 @@ def report(grid: Grid) -> str:
         ("Linear iteration speedup", iterations_table(grid)),
         ("Shorter runs", length_table(grid)),
         ("What every method learns in equally many steps, 16 workers", learning.table(grid)),
+        ("A language model at equal tokens, 8 workers with AdamW", language.table(grid)),
     ]
     done = sum(cell.name in grid.rows for cell in grid.cells)
     head = f"{done} of {len(grid.cells)} cells; seconds are virtual, on the paper's cluster as in configs/cluster"

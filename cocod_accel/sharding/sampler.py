@@ -84,7 +84,10 @@ def skewed_order(labels: Tensor, shards: tuple[int, ...], alpha: float, seed: in
 
     Places are filled in random order; each draws a class from its worker's p_i among the classes that are left, then a
     sample of it. So sizes match ``shards`` exactly, every sample is used once, and no worker gets only leftovers.
+    With ``alpha`` 0 samples are sorted by label: no worker has more labels than the sizes require.
     """
+    if alpha == 0:
+        return labels.argsort(stable=True)
     import numpy as np  # only needed here
 
     random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=seeded_generator(seed, "skew"))))

@@ -381,7 +381,7 @@ def synthetic(config: Config) -> Task:
 def text(config: Config) -> Task:
     """Bytes of files: task.args = {files, length, held_out}; default: the Python standard library's own sources"""
     found, task = read_text_of(config), config.task
-    train, test = found.train.first(task.train_limit), found.test.first(task.test_limit)
+    train, test = found.train.limited(task.train_limit), found.test.limited(task.test_limit)
     return Task(train, test, (train.length,), NUM_BYTES, found.digest)
 
 

@@ -31,10 +31,12 @@ _MOST_BYTES = 8_000_000_000
 
 @dataclass(frozen=True)
 class Sequences:
-    """Consecutive sequences of a text in memory; a batch is (inputs, the byte after each of them)."""
+    """Sequences of a text in memory; a batch is (inputs, the byte after each of them)."""
 
     data: Tensor
     length: int
+    #: Where each sequence begins.
+    starts: Tensor
     #: Which group of files each sequence begins in, for ``task.label_skew``.
     labels: Tensor
 
@@ -42,15 +44,19 @@ class Sequences:
         return len(self.labels)
 
     def batch(self, indices: Tensor, device: torch.device, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        places = indices[:, None] * self.length + torch.arange(self.length + 1)
+        places = self.starts[indices][:, None] + torch.arange(self.length + 1)
         found = self.data[places]
         if device.type == "cuda":  # from other memory, a copy waits for the device
             found = found.pin_memory()
         found = found.to(device, non_blocking=True).long()
         return found[:, :-1], found[:, 1:]
 
-    def first(self, limit: int | None) -> Sequences:
-        return self if limit is None or limit >= len(self) else replace(self, labels=self.labels[:limit])
+    def limited(self, limit: int | None) -> Sequences:
+        """So many at most, spread evenly: the first would all be of one source."""
+        if limit is None or limit >= len(self):
+            return self
+        kept = torch.arange(limit) * len(self) // limit
+        return replace(self, starts=self.starts[kept], labels=self.labels[kept])
 
 
 def text_options(config: Config) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def _read(files: tuple[Path, ...], length: int, held_out: int) -> Text:
         if num_sequences < 1:
             raise ConfigError(f"task.args.length={length}: is more than all {len(data)} bytes of the {which} files")
         ends = np.cumsum([len(content) for content, _ in parts[is_test]])
-        begun_in = np.searchsorted(ends, np.arange(num_sequences) * length, side="right")
-        labels = np.array([group for _, group in parts[is_test]])[begun_in]
-        found.append(Sequences(torch.from_numpy(data), length, torch.from_numpy(labels)))
+        starts = np.arange(num_sequences) * length
+        labels = np.array([group for _, group in parts[is_test]])[np.searchsorted(ends, starts, side="right")]
+        found.append(Sequences(torch.from_numpy(data), length, torch.from_numpy(starts), torch.from_numpy(labels)))
     return Text(found[0], found[1], digest.hexdigest())
