@@ -16,7 +16,9 @@ from cocod_accel.simulator.learning import Learning
 from cocod_accel.tasks import build_model, build_task, task_facts
 from cocod_accel.tasks.data import batches
 from cocod_accel.tasks.metrics import METRICS
+from cocod_accel.tasks.text import Sequences
 from cocod_accel.trainer.steps import loss_of
+from cocod_accel.trainer.work import Work
 from tests import resume
 from tests.workers import run_workers
 
@@ -53,6 +55,31 @@ def test_the_digest_is_of_content_and_of_what_is_held_out(tmp_path: Path) -> Non
     assert build_task(load_config([*other, *GPT])).digest != digest
     copied = tmp_path / "copied"
     assert build_task(load_config([*write_files(copied), *GPT])).digest == digest, "wherever the files are"
+
+
+def test_limits_take_sequences_from_everywhere(tmp_path: Path) -> None:
+    given = [*write_files(tmp_path), *GPT]
+    limits = ["task.train_limit=3", "task.test_limit=2"]
+    whole, few = build_task(load_config(given)), build_task(load_config([*given, *limits]))
+    assert (whole.num_train, few.num_train, few.num_test) == (6, 3, 2)
+    for index, place in enumerate((0, 2, 4)):
+        mine, theirs = (next(iter(batches(t.train, torch.tensor([i]), 1, CPU))) for t, i in ((few, index), (whole, place)))
+        assert torch.equal(mine[0], theirs[0])
+
+
+def test_dealt_by_folder_no_worker_has_more_of_them_than_it_must(tmp_path: Path) -> None:
+    config = load_config([*write_files(tmp_path), *GPT, "task.label_skew=0", "cluster.num_workers=2", "batch_size=1"])
+    task = build_task(config)
+    assert isinstance(task.train, Sequences)
+    dealt = []
+    for rank in range(2):
+        work = Work.of(config, task.num_train, rank)
+        generator = torch.Generator()
+        supply = list(work.supply(config, task.train, 0, CPU, seed=0, generator=generator))
+        dealt.append("".join(bytes(inputs.flatten().tolist()).decode() for inputs, _ in supply))
+    assert set(dealt[0]) == set("abc"), "the first sequence that holds both begins in the first folder"
+    assert set(dealt[1]) <= set("abcdef\0")
+    assert "fde" in dealt[1]
 
 
 def test_the_standard_library_is_there() -> None:
