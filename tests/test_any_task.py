@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cocod_accel.config.loading import load_config
+from cocod_accel.report.figures import draw_figures
 from cocod_accel.report.groups import compare
+from cocod_accel.report.page import render
 from cocod_accel.report.tables import results_csv, terminal
 from cocod_accel.report.watch import lines, snapshot
 from cocod_accel.runs.clock import TimeToAccuracy
@@ -111,9 +114,10 @@ def test_the_time_to_a_target_from_above() -> None:
     assert times.seconds == {2.0: 1.0, 1.0: None}
 
 
-def lower_run(root: Path, name: str, values: list[float], algorithm: str, finished: bool = True) -> Path:
+def lower_run(root: Path, name: str, values: list[float], algorithm: str, finished: bool = True, steps: int = 0) -> Path:
     """A folder of a run whose metric is better the lower it is."""
     options = ["task.metrics=[loss]", "evaluation.targets=[2.0, 1.5]", f"algorithm.name={algorithm}"]
+    options += ["schedule.epochs=null", f"schedule.steps={steps}", "schedule.decay_epochs=[]"] if steps else []
     run = write_run(root, name, values, overrides=options, finished=finished)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -145,6 +149,37 @@ def test_runs_are_compared_by_the_lower_value(tmp_path: Path) -> None:
     assert "%" not in table.split("waiting")[0]
     assert "accuracy" not in table
     assert "best_test_loss" in results_csv(comparison).splitlines()[0]
+
+
+def test_page_and_figures_name_what_is_measured(tmp_path: Path) -> None:
+    runs = [lower_run(tmp_path, name, values, name) for name, values in (("cocod", [2.2, 1.4]), ("ssgd", [2.5, 1.5]))]
+    comparison = compare([read_run(run) for run in runs])
+    figures = draw_figures(comparison, None, {})
+    assert set(figures) == {"loss_over_epochs", "test_loss_over_time"}
+    [axes] = figures["test_loss_over_time"].axes
+    assert axes.get_ylabel() == "test loss"
+    assert [text.get_text() for text in axes.texts] == ["target 1.5"]
+    figures["test_loss_over_time"].draw_without_rendering()
+    assert not any("%" in tick.get_text() for tick in axes.get_yticklabels())
+    page = render(comparison, None, {})
+    assert "<h3>Test loss</h3>" in page
+    assert '"metric":"test loss","is_share":false,"by_steps":false' in page
+    assert "first evaluation at or below it" in page
+    shown = re.sub(r"(?s)<(script|style).*?</\1>", "", page)
+    assert "accuracy" not in shown.replace('id="accuracy"', "")
+    assert "1.4000" in shown
+    assert "<td>2.2000 <span class=quiet>2.0 s</span></td>" in shown
+
+
+def test_runs_of_steps_are_drawn_over_steps(tmp_path: Path) -> None:
+    runs = [lower_run(tmp_path, name, [2.2, 1.4], name, steps=20) for name in ("cocod", "ssgd")]
+    comparison = compare([read_run(run) for run in runs])
+    axes = draw_figures(comparison, None, {})["loss_over_steps"].axes[0]
+    assert axes.get_xlabel() == "step"
+    assert list(axes.lines[0].get_xdata()) == [10.0, 20.0]
+    page = render(comparison, None, {})
+    assert '"by_steps":true' in page
+    assert "after step" in page
 
 
 def test_an_unfinished_run_shows_its_best(tmp_path: Path) -> None:

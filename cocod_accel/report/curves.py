@@ -28,6 +28,11 @@ class Point:
     train_loss: float
     accuracy_spread: float = 0.0
     train_loss_spread: float = 0.0
+    step: float = math.nan
+
+    def at(self, by_steps: bool) -> float:
+        """Where in the run it is: its step or its epoch."""
+        return self.step if by_steps else self.epoch
 
 
 def sampled(rows: Sequence[Row], run: Run, kind: str, every: int) -> Sequence[Row]:
@@ -53,6 +58,7 @@ def points(run: Run, every: int = 1) -> list[Point]:
                     num_bytes=interpolated(float(row.get("step", math.nan)), sent),
                     accuracy=float(row["accuracy"]),
                     train_loss=float(row["train_loss"]) if is_number(row.get("train_loss")) else math.nan,
+                    step=float(row["step"]) if is_number(row.get("step")) else math.nan,
                 )
             )
     return result
@@ -110,6 +116,7 @@ def mean_points(group: Group) -> list[Point]:
                 train_loss=loss.mean,
                 accuracy_spread=accuracy.spread or 0.0,
                 train_loss_spread=loss.spread or 0.0,
+                step=same[0].step,
             )
         )
     return result

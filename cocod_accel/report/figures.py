@@ -1,4 +1,5 @@
-"""The paper's figures as PNG and SVG: loss over epochs, accuracy over time, speedup over workers, and the timeline.
+"""The paper's figures as PNG and SVG: loss over epochs, accuracy over time (or what else the runs measure), speedup over
+workers, and the timeline.
 
 The only importer of matplotlib, through its object interface: no global state, no display.
 """
@@ -6,6 +7,7 @@ The only importer of matplotlib, through its object interface: no global state, 
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from cocod_accel.config.settings import ACCURACY
 from cocod_accel.report.curves import Point, Scaling, mean_points, points
 from cocod_accel.report.groups import Comparison, Group, cut
 from cocod_accel.report.look import SPAN_COLOURS, Style, styles, styles_of
@@ -48,7 +51,8 @@ def draw_figures(comparison: Comparison, scaling: Scaling | None, spans: Mapping
     with mpl.rc_context(_SETTINGS):
         figures: dict[str, Figure] = {}
         if comparison.has_learnt:
-            figures |= {"loss_over_epochs": _loss(comparison), "accuracy_over_time": _accuracy(comparison)}
+            figures[f"loss_over_{'steps' if comparison.by_steps else 'epochs'}"] = _loss(comparison)
+            figures[f"{_file_name(comparison.metric)}_over_time"] = _metric(comparison)
         if scaling is not None:
             figures["speedup_over_workers"] = _speedup(scaling)
         if spans:
@@ -91,21 +95,31 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     return paths
 
 
+def _file_name(metric: str) -> str:
+    """A metric as a part of the name of a file, whatever a run calls it."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", metric)[:60]
+
+
 def _loss(comparison: Comparison) -> Figure:
+    by_steps = comparison.by_steps
+
     def draw(axes: Axes, group: Group, style: Style) -> None:
         mean = mean_points(group)
-        x, y = [p.epoch for p in mean], [p.train_loss for p in mean]
+        x, y = [p.at(by_steps) for p in mean], [p.train_loss for p in mean]
         axes.plot(x, y, label=_legend(group), **_line(style))
         low, high = ([p.train_loss + sign * p.train_loss_spread for p in mean] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0)
 
-    figure = _panels(comparison, draw, "Training loss over epochs", "epoch", "training loss (cross-entropy)")
+    unit = "step" if by_steps else "epoch"
+    losses = {group.first.config["task.loss"] for group in comparison.groups}
+    label = "training loss" + (" (cross-entropy)" if losses == {"cross_entropy"} else "")
+    figure = _panels(comparison, draw, f"Training loss over {unit}s", unit, label)
     for axes in figure.axes:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
-def _accuracy(comparison: Comparison) -> Figure:
+def _metric(comparison: Comparison) -> Figure:
     def draw(axes: Axes, group: Group, style: Style) -> None:
         def line(these: Sequence[Point], **how: Any) -> None:
             axes.plot([p.seconds for p in these], [p.accuracy for p in these], **how)
@@ -115,14 +129,17 @@ def _accuracy(comparison: Comparison) -> Figure:
                 line(points(run), color=style.colour, linewidth=0.7, alpha=0.4)
         line(mean_points(group), label=_legend(group), **_line(style))
 
-    figure = _panels(comparison, draw, "Test accuracy over training time", "training time (s)", "test accuracy")
+    name, is_share = comparison.title, comparison.metric == ACCURACY
+    title = f"{name[0].upper()}{name[1:]} over training time"
+    figure = _panels(comparison, draw, title, "training time (s)", name)
     for axes in figure.axes:
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        if is_share:
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.set_xlim(left=0)
         if comparison.target is not None:
             axes.axhline(comparison.target, color="#555555", linewidth=0.8, linestyle=":")
             axes.annotate(
-                f"target {percent(comparison.target)}",
+                f"target {percent(comparison.target) if is_share else f'{comparison.target:g}'}",
                 (0, comparison.target),
                 xycoords=("axes fraction", "data"),
                 xytext=(4, 3),

@@ -103,10 +103,24 @@ class Comparison:
         return next((group.first.metric for group in self.groups if group.has_learnt), ACCURACY)
 
     @property
+    def title(self) -> str:
+        """What is measured, in words."""
+        return "test accuracy" if self.metric == ACCURACY else cut(self.metric.replace("_", " "), _LONGEST_NAME)
+
+    def shown(self, value: float) -> str:
+        """A value of the metric: an accuracy in percent."""
+        return f"{100 * value:.2f}%" if self.metric == ACCURACY else f"{value:.4f}"
+
+    @property
     def goal(self) -> str:
         """The target in words: an accuracy in percent."""
         assert self.target is not None
         return f"{100 * self.target:.4g}%" if self.metric == ACCURACY else f"{self.metric} {self.target:g}"
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether all runs count steps, of which an epoch may have more than a run takes."""
+        return all(run.steps is not None for group in self.groups for run in group.runs)
 
     @property
     def has_learnt(self) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from cocod_accel.config.settings import ACCURACY
 from cocod_accel.report.curves import Scaling, mean_points
 from cocod_accel.report.groups import Comparison, cut, differing_keys
 from cocod_accel.report.look import SPAN_COLOURS
-from cocod_accel.report.tables import columns, percent, verdicts
+from cocod_accel.report.tables import columns, verdicts
 from cocod_accel.runs.reading import time_to_target
 from cocod_accel.runs.spans import COMMUNICATE, COMPUTE, MEANINGS, NAMES, WAIT
 
@@ -78,14 +79,16 @@ def results_table(comparison: Comparison) -> str:
 
 def runs_table(comparison: Comparison) -> str:
     """The figures of each run."""
-    goal = "target" if comparison.target is None else percent(comparison.target)
+    goal = "target" if comparison.target is None else comparison.goal
+    is_share, name = comparison.metric == ACCURACY, comparison.title
+    side = "below" if comparison.groups[0].first.is_lower_better else "above"
     header = [
         ("name", "the run"),
         ("of", "the row in the table above"),
         ("seed", "its seed"),
-        (f"s to {goal}", "first evaluation at or above it"),
-        ("best %", "best test accuracy"),
-        ("final %", "test accuracy at the end"),
+        (f"s to {goal}", f"first evaluation at or {side} it"),
+        ("best %" if is_share else f"best {name}", f"best {name}"),
+        ("final %" if is_share else f"final {name}", f"{name} at the end"),
         ("training s", "of the slowest worker"),
         ("MB sent", "by one worker"),
         ("exposed s", "blocked by communication"),
@@ -102,8 +105,10 @@ def runs_table(comparison: Comparison) -> str:
                     (escape(group.label), group.label),
                     (escape(cut(run.seed, _LONGEST_CELL)), cut(run.seed, _LONGEST_CELL)),
                     ("never", None) if seconds is None else _number(seconds, 1, 1),
-                    _number(found["best_accuracy"], 100, 2),
-                    _number(found["final_accuracy"], 100, 2),
+                    *(
+                        _number(found[f"{which}_accuracy"], *((100, 2) if is_share else (1, 4)))
+                        for which in ("best", "final")
+                    ),
                     _number(found["train_seconds"], 1, 1),
                     _number(found["comm_bytes"], 1e-6, 1),
                     _number(found["comm_exposed_seconds"], 1, 2),
@@ -116,13 +121,16 @@ def runs_table(comparison: Comparison) -> str:
 def values_table(comparison: Comparison, key: str, title: str, show: Callable[[float], str]) -> str:
     """The data of a figure as a table, for those who cannot see it; at most twenty evaluations."""
     curves = {group.label: mean_points(group) for group in comparison.groups}
-    epochs = sorted({point.epoch for curve in curves.values() for point in curve if not math.isnan(point.epoch)})
-    epochs = epochs[:: max(1, math.ceil(len(epochs) / 20))]
+    by_steps = comparison.by_steps
+    places = sorted({point.at(by_steps) for curve in curves.values() for point in curve})
+    places = [place for place in places if not math.isnan(place)]
+    places = places[:: max(1, math.ceil(len(places) / 20))]
     rows: list[list[Cell]] = []
     for label, curve in curves.items():
-        at = {point.epoch: f"{show(getattr(point, key))} <span class=quiet>{point.seconds:.1f} s</span>" for point in curve}
-        rows.append([(escape(label), None), *((at.get(epoch, "-"), None) for epoch in epochs)])
-    header = [("after epoch", ""), *((f"{epoch:g}", "") for epoch in epochs)]
+        said = (f"{show(getattr(point, key))} <span class=quiet>{point.seconds:.1f} s</span>" for point in curve)
+        at = dict(zip((point.at(by_steps) for point in curve), said, strict=True))
+        rows.append([(escape(label), None), *((at.get(place, "-"), None) for place in places)])
+    header = [("after step" if by_steps else "after epoch", ""), *((f"{place:g}", "") for place in places)]
     caption = f"{title} and training time, mean over seeds"
     return _folded(f"{caption}, as a table", table(caption, header, rows, sortable=False))
 

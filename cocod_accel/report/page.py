@@ -17,6 +17,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from cocod_accel.config.settings import ACCURACY
 from cocod_accel.report.curves import Scaling, coarsest, epochs_of_steps, interpolated, points, sampled, sent_until
 from cocod_accel.report.groups import Comparison, Group, cut
 from cocod_accel.report.look import SPAN_COLOURS, styles, styles_of
@@ -48,6 +49,7 @@ def render(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, 
     """The whole page."""
     most = min(MOST_SPANS, _MOST_SPANS_OF_ALL // max(len(spans), 1))
     timelines = [timeline(label, rows, most) for label, rows in spans.items() if rows]
+    metric = comparison.title[0].upper() + comparison.title[1:]
     style, script = _asset("page.css"), "\n".join(map(_asset, _SCRIPTS))
     algorithms = list(dict.fromkeys(group.first.algorithm for group in comparison.groups))
     values = {
@@ -62,7 +64,8 @@ def render(comparison: Comparison, scaling: Scaling | None, spans: Mapping[str, 
         "time_alone": "" if comparison.has_learnt else time_alone_note(),
         "results": results_table(comparison),
         "runs": runs_table(comparison),
-        "accuracy_values": values_table(comparison, "accuracy", "Test accuracy", lambda v: f"{100 * v:.2f}%"),
+        "metric": escape(metric),
+        "accuracy_values": values_table(comparison, "accuracy", metric, comparison.shown),
         "loss_values": values_table(comparison, "train_loss", "Training loss", lambda v: f"{v:.4f}"),
         "scaling": scaling_section(scaling),
         "timeline": timeline_section(timelines),
@@ -107,15 +110,18 @@ def page_data(comparison: Comparison, scaling: Scaling | None, timelines: Sequen
     most = max(min(_MOST_POINTS // num_curves, _MOST_POINTS_OF_ONE), 2)
     return {
         "target": comparison.target,
+        "metric": comparison.title,
+        "is_share": comparison.metric == ACCURACY,
+        "by_steps": comparison.by_steps,
         "groups": [
             {
                 "label": group.label,
                 "clock": group.first.clock,
                 "colour": look[group.label].colour,
                 "dash": look[group.label].dash,
-                "runs": [{"name": run.name, **curves} for run, curves in zip(group.runs, _curves(group, most), strict=True)],
+                "runs": [{"name": run.name, **curves} for run, curves in zip(group.runs, found, strict=True)],
             }
-            for group in comparison.groups
+            for group, found in ((group, _curves(group, most, comparison.by_steps)) for group in comparison.groups)
         ],
         "scaling": None if scaling is None else _scaling_data(scaling),
         "timelines": timelines,
@@ -124,10 +130,10 @@ def page_data(comparison: Comparison, scaling: Scaling | None, timelines: Sequen
     }
 
 
-def _curves(group: Group, most: int) -> list[dict[str, list[list[float]]]]:
-    """For each run, about ``most`` points of (epoch, seconds, megabytes, value) of every curve."""
+def _curves(group: Group, most: int, by_steps: bool) -> list[dict[str, list[list[float]]]]:
+    """For each run, about ``most`` points of (epoch or step, seconds, megabytes, value) of every curve."""
     every = {kind: coarsest(group.runs, kind) for kind in ("eval", "train")}
-    found = [_curves_of(run, every) for run in group.runs]
+    found = [_curves_of(run, every, by_steps) for run in group.runs]
     for name in found[0]:
         step = -(-max(len(curves[name]) for curves in found) // most)  # the same for all: their mean is drawn, too
         if step > 1:
@@ -136,17 +142,22 @@ def _curves(group: Group, most: int) -> list[dict[str, list[list[float]]]]:
     return found
 
 
-def _curves_of(run: Run, every: Mapping[str, int]) -> dict[str, list[list[float]]]:
+def _curves_of(run: Run, every: Mapping[str, int], by_steps: bool) -> dict[str, list[list[float]]]:
     evaluated = points(run, every["eval"])
     epochs, sent = epochs_of_steps(run), sent_until(run)
     steps = [
-        [interpolated(row["step"], epochs), row["train_seconds"], interpolated(row["step"], sent) / 1e6, row["loss"]]
+        [
+            row["step"] if by_steps else interpolated(row["step"], epochs),
+            row["train_seconds"],
+            interpolated(row["step"], sent) / 1e6,
+            row["loss"],
+        ]
         for row in sampled(run.training, run, "train", every["train"])
         if all(is_number(row.get(key)) for key in ("step", "train_seconds", "loss"))
     ]
     return {
-        "accuracy": [[p.epoch, p.seconds, p.num_bytes / 1e6, p.accuracy] for p in evaluated],
-        "loss": [[p.epoch, p.seconds, p.num_bytes / 1e6, p.train_loss] for p in evaluated],
+        "accuracy": [[p.at(by_steps), p.seconds, p.num_bytes / 1e6, p.accuracy] for p in evaluated],
+        "loss": [[p.at(by_steps), p.seconds, p.num_bytes / 1e6, p.train_loss] for p in evaluated],
         "step_loss": steps,
     }
 

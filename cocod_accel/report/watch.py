@@ -114,20 +114,25 @@ def lines(now: Snapshot) -> list[str]:
     bar = "#" * round(_BAR * share) + "." * (_BAR - round(_BAR * share))
     steps = f"step {now.step}" + (f" of {now.num_steps}" if now.num_steps is not None else "")
     left = "known after the first evaluation" if now.left_seconds is None else f"about {duration(now.left_seconds)}"
+    width = max(10, len(now.metric))
+
+    def line(name: str, text: str) -> str:
+        return f"{name:<{width}} {text}"
+
     said = [
         f"{now.name}{'' if now.clock == 'real' else f' ({now.clock})'}",
         f"[{bar}] {share:4.0%}  epoch {min(math.floor(now.done_epochs) + 1, now.epochs)} of {now.epochs}, {steps}",
-        f"time left  {left}",
-        f"{now.metric:<10} {_shown(now.metric, now.accuracy)} (best {_shown(now.metric, now.best_accuracy)})",
-        f"loss       {'-' if now.loss is None else f'{now.loss:.4f}'}",
-        f"training   {'-' if now.train_seconds is None else duration(now.train_seconds)}",
+        line("time left", left),
+        line(now.metric, f"{_shown(now.metric, now.accuracy)} (best {_shown(now.metric, now.best_accuracy)})"),
+        line("loss", "-" if now.loss is None else f"{now.loss:.4f}"),
+        line("training", "-" if now.train_seconds is None else duration(now.train_seconds)),
     ]
     if now.waited is not None:
         share_of = f" ({now.waited / now.train_seconds:.0%} of training)" if now.train_seconds else ""
-        said.append(f"waiting    {now.waited:.1f} s for communication{share_of}, worker 0")
+        said.append(line("waiting", f"{now.waited:.1f} s for communication{share_of}, worker 0"))
     for rank, (waited, stepped) in (now.waits or {}).items():
         part = f" ({waited / stepped:.0%} of its steps)" if stepped else ""
-        said.append(f"worker {rank:<3d} waited {waited:.1f} s for communication{part}")
+        said.append(line(f"worker {rank}", f"waited {waited:.1f} s for communication{part}"))
     if not now.waits:
         said.append("each worker's waiting: known after the first epoch")
     return said

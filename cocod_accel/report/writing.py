@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cocod_accel.config.settings import ACCURACY
 from cocod_accel.extras import missing
 from cocod_accel.report.curves import scaling
 from cocod_accel.report.groups import Comparison, base_label
@@ -85,15 +84,13 @@ def write_all(comparison: Comparison, out: Path) -> list[Path]:
         "results.md": markdown(comparison),
         "results.csv": results_csv(comparison),
         "runs.csv": runs_csv(comparison),
+        "report.html": render(comparison, growth, spans),
     }
-    has_figures = comparison.metric == ACCURACY  # the page and the figures are drawn in percent
-    if has_figures:
-        texts["report.html"] = render(comparison, growth, spans)
     try:
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8")
         figures: list[Path] = []
-        if has_figures and missing("matplotlib", "report") is None:
+        if missing("matplotlib", "report") is None:
             from cocod_accel.report.figures import draw_figures, save_figures
 
             figures = save_figures(draw_figures(comparison, growth, spans), out)

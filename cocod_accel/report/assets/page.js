@@ -93,10 +93,15 @@ document.getElementById("seeds").addEventListener("change", event => {
 
 // ---- figures
 
+if (data.by_steps) {
+  Object.assign(AXES.epoch, { title: "step", before: "step " });
+  for (const option of document.querySelectorAll("[data-role=x] [value=epoch]")) option.textContent = "steps";
+  document.querySelector("[data-role=y] [value=loss]").textContent = "the epoch so far, all workers";
+}
 const asPercent = (value, digits = 4) => `${plain(100 * value, digits)}%`;
 views.push(
-  new Chart(document.getElementById("accuracy"), "test accuracy", data.groups,
-    { accuracy: { points: run => run.accuracy, title: "test accuracy", show: asPercent } }, { target: data.target }),
+  new Chart(document.getElementById("accuracy"), data.metric, data.groups,
+    { accuracy: { points: run => run.accuracy, title: data.metric, show: data.is_share ? asPercent : plain } }, { target: data.target }),
   new Chart(document.getElementById("loss"), "training loss", data.groups, {
     loss: { points: run => run.loss, title: "training loss", show: plain },
     step_loss: { points: run => run.step_loss, title: "loss of a step", show: plain },
