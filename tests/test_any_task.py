@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,7 +177,7 @@ def test_runs_of_steps_are_drawn_over_steps(tmp_path: Path) -> None:
     comparison = compare([read_run(run) for run in runs])
     axes = draw_figures(comparison, None, {})["loss_over_steps"].axes[0]
     assert axes.get_xlabel() == "step"
-    assert list(axes.lines[0].get_xdata()) == [10.0, 20.0]
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [10.0, 20.0]
     page = render(comparison, None, {})
     assert '"by_steps":true' in page
     assert "after step" in page

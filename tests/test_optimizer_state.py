@@ -18,7 +18,7 @@ CASES = [
     (name, policy, optimizer)
     for name in ("cocod", "local", "asynlocal")
     for policy in ALGORITHMS[name].optimizer_policies
-    for optimizer in ("momentum", "adam")
+    for optimizer in ("momentum", "adam", "adamw")
 ]
 
 

@@ -30,11 +30,15 @@ def files(root: Path) -> str:
     return f"task.args={{files: {root}, length: 16, held_out: 4}}"
 
 
+def planned(given: str) -> list[tuple[Cell, Any]]:
+    return [(cell, configured(cell.on(), [*cell.arguments, given])) for cell in SMALL if cell.seed == 0]
+
+
 def test_every_cell_can_be_planned_and_is_at_equal_tokens(tmp_path: Path) -> None:
     given = files(tmp_path)
     assert len(SMALL) == 2 * len(METHODS) * len(RATES) * 3
-    for cell in (cell for cell in SMALL if cell.seed == 0):
-        config = configured(cell.on(), [*cell.arguments, given])
+    assert {config.optimizer.learning_rate for _, config in planned(given)} == set(RATES)
+    for cell, config in planned(given):
         facts = task_facts(config)
         work = Work.of(config, facts.num_train, 0)
         assert (sum(work.steps), sum(work.plan.batches)) == (1500, 16)
@@ -55,27 +59,27 @@ def row_of(bits: float, **more: Any) -> dict[str, Any]:
 def test_later_seeds_are_wanted_with_the_best_rate_only() -> None:
     ours = [cell for cell in SMALL if cell.variant == "ssgd" and " by source" not in f" {cell.setting}"]
     assert names(wanted(ours, {})) == {f"ssgd-iid-rate{rate:g}-seed0" for rate in RATES}
-    done = {f"language-gpt-ssgd-iid-rate{rate:g}-n8-seed0": row_of(bits) for rate, bits in ((0.002, 3.0), (0.004, 2.5))}
+    done = {f"language-gpt-ssgd-iid-rate{rate:g}-n8-seed0": row_of(bits) for rate, bits in ((0.004, 3.0), (0.008, 2.5))}
     assert {cell.seed for cell in wanted(ours, done)} == {0}, "the third rate has not been run"
-    last = "language-gpt-ssgd-iid-rate0.008-n8-seed0"
+    last = "language-gpt-ssgd-iid-rate0.016-n8-seed0"
     with_all = wanted(ours, {**done, last: {"failed": "worker 3: the loss is not finite"}})
-    assert names(with_all) - names(wanted(ours, {})) == {"ssgd-iid-rate0.004-seed1", "ssgd-iid-rate0.004-seed2"}
+    assert names(with_all) - names(wanted(ours, {})) == {"ssgd-iid-rate0.008-seed1", "ssgd-iid-rate0.008-seed2"}
     other = cells(scale_of("smoke"), ["scaling"])[:2]
     assert wanted(other, {}) == other
 
 
 def test_the_table_is_of_each_methods_best_rate_paired_by_seed() -> None:
     bits = {
-        ("ssgd-iid", 0.002): [2.6, 2.7, 2.8], ("ssgd-iid", 0.004): [2.5, 2.6, 2.7],
-        ("cocod-k1-ternary-iid", 0.004): [2.51, 2.62, 2.73], ("cocod-k1-ternary-iid", 0.008): [2.9],
-        ("diloco-k50-iid", 0.004): [3.0],
+        ("ssgd-iid", 0.004): [2.6, 2.7, 2.8], ("ssgd-iid", 0.008): [2.5, 2.6, 2.7],
+        ("cocod-k1-ternary-iid", 0.008): [2.51, 2.62, 2.73], ("cocod-k1-ternary-iid", 0.016): [2.9],
+        ("diloco-k50-iid", 0.008): [3.0],
     }  # fmt: skip
     rows: dict[str, dict[str, Any]] = {}
     for (name, rate), values in bits.items():
         for seed, value in enumerate(values):
             sent = 69 if "ternary" in name else 1000
             rows[f"language-gpt-{name}-rate{rate:g}-n8-seed{seed}"] = row_of(value, comm_bytes=sent)
-    rows["language-gpt-ssgd-iid-rate0.008-n8-seed0"] = {"failed": "worker 3"}
+    rows["language-gpt-ssgd-iid-rate0.016-n8-seed0"] = {"failed": "worker 3"}
     text = table(Grid(SMALL, rows))
     lines = [line.split() for line in text.splitlines()]
     assert lines[2] == ["iid", "S-SGD", "2.600", "2.500", "diverged", "3", "2.600", "±0.100", "1.0000"]

@@ -97,6 +97,7 @@ def _write(grid: Grid, out: Path, overrides: Sequence[str]) -> None:
     from cocod_accel.report.writing import collect, write_all
     from cocod_accel.reproduce.figures import save
     from cocod_accel.reproduce.grid import MODELS
+    from cocod_accel.reproduce.language import best_cells
     from cocod_accel.reproduce.learning import learned
     from cocod_accel.reproduce.running import folder_of
     from cocod_accel.reproduce.tables import report
@@ -111,13 +112,16 @@ def _write(grid: Grid, out: Path, overrides: Sequence[str]) -> None:
         path = out / "learned.json"
         path.write_text(json.dumps(asdict(found), indent=2) + "\n")
         written.append(path)
+    together = {f"language-{deal.replace(' ', '-')}": these for deal, these in best_cells(grid).items()}
     for part in ("homogeneous", "scaling", "heterogeneous"):
         for model in MODELS:
             of_part = [c for c in grid.cells if (c.part, c.model) == (part, model) and c.name in grid.rows]
-            folders = [folder_of(cell, grid.rows[cell.name], out, overrides) for cell in of_part]
-            runs, _ = collect([folder for folder in folders if folder is not None])
-            if runs:
-                written += write_all(compare(runs), out / f"{part}-{model}")
+            together[f"{part}-{model}"] = of_part
+    for name, compared in together.items():
+        folders = [folder_of(cell, grid.rows[cell.name], out, overrides) for cell in compared]
+        runs, _ = collect([folder for folder in folders if folder is not None])
+        if runs:
+            written += write_all(compare(runs), out / name)
     print(f"\n{len(written)} files in {out}: tables.txt, and figures in {out}/*/")
 
 

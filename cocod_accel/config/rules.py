@@ -120,6 +120,10 @@ def _validate_algorithm(config: Config) -> None:
     allowed, policy = kind.optimizer_policies, options.optimizer_state
     rule = f"is not supported by {name}; choose from {', '.join(allowed)}"
     require(policy in allowed, "algorithm.optimizer_state", policy, rule)
+    muon = config.optimizer.name == "muon"
+    rule = "is not supported with optimizer.name=muon, whose parameters have different states; use keep or reset"
+    require(not muon or policy != "average", "algorithm.optimizer_state", policy, rule)
+    require(not muon or config.cluster.shard is None, "optimizer.name", "muon", "requires whole matrices; use adamw")
     offload = config.cluster.offload
     rule = f"requires an algorithm that averages models, not {name}; set it to null"
     require(offload is None or not kind.reduces_gradients, "cluster.offload", offload, rule)

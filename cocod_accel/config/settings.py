@@ -147,15 +147,15 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """The optimizer of each worker."""
 
-    #: sgd, adam or adamw.
-    name: str = field(default="sgd", metadata=one_of("sgd", "adam", "adamw"))
+    #: sgd, adam, adamw, or muon: torch's Muon (from torch 2.9) for matrices of hidden layers and AdamW for all else.
+    name: str = field(default="sgd", metadata=one_of("sgd", "adam", "adamw", "muon"))
     #: The rate of one worker with the base batch; scaled up for all workers together as in Remark 4 of the paper.
     learning_rate: float = field(default=0.01, metadata=positive())
     #: false: every worker uses learning_rate as it is.
     scale_learning_rate: bool = True
     #: Momentum of sgd.
     momentum: float = field(default=0.9, metadata=within("[0, 1)"))
-    #: L2 penalty; adamw decays weights instead.
+    #: L2 penalty; adamw and muon decay weights instead.
     weight_decay: float = field(default=1e-4, metadata=not_negative())
     #: Nesterov momentum for sgd.
     nesterov: bool = False

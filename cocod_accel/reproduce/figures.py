@@ -1,4 +1,6 @@
-"""Figures of a grid that ``cocod compare`` does not draw: accuracy against the period, and steps against workers."""
+"""Figures of a grid that ``cocod compare`` does not draw: accuracy against the period, steps against workers, and bits per
+byte against bytes sent.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from cocod_accel.report.look import styles_of
+from cocod_accel.reproduce.language import METHODS, learnt_for_bytes
 from cocod_accel.reproduce.tables import ITERATIONS, Grid, accuracies, common_loss, iterations_by_workers
 
 
@@ -92,9 +95,42 @@ def draw_iterations(grid: Grid) -> Figure | None:
     return picture
 
 
+def draw_language(grid: Grid) -> Figure | None:
+    """Bits per byte against bytes sent: a panel for each way of dealing the text, S-SGD as a dotted level."""
+    panels = learnt_for_bytes(grid)
+    if not panels:
+        return None
+    picture = Figure(figsize=(1.6 + 4.6 * len(panels), 4.2), layout="constrained")
+    FigureCanvasAgg(picture)
+    styles = styles_of([method.label for method in METHODS])
+    first: Any = None
+    for index, (deal, found) in enumerate(panels.items()):
+        axes = picture.add_subplot(1, len(panels), index + 1, sharey=first)
+        first = first or axes
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        for label, share, values in found:
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            axes.errorbar(
+                share, statistics.fmean(values), yerr=spread, color=styles[label].colour, marker=styles[label].marker,
+                markersize=7, capsize=3, linestyle="none", label=f"{label}, n={len(values)}",
+            )  # fmt: skip
+        base = next((values for label, _, values in found if label == METHODS[0].label), None)
+        if base:
+            axes.axhline(statistics.fmean(base), color="#777777", linestyle=":", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xlabel("bytes sent, S-SGD = 1")
+        axes.set_title("shards alike" if deal == "iid" else f"dealt {deal}", loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=8)
+    first.set_ylabel("bits per byte at the end (lower is better)")
+    picture.suptitle("A small GPT, 8 workers at equal tokens; mean and st. dev.", fontsize=11, x=0.01, ha="left")
+    return picture
+
+
 def save(grid: Grid, out: Path) -> list[Path]:
     written = []
-    for name, picture in (("skew", draw_skew(grid)), ("iterations", draw_iterations(grid))):
+    drawn = {"skew": draw_skew, "iterations": draw_iterations, "language": draw_language}
+    for name, picture in ((name, draw(grid)) for name, draw in drawn.items()):
         if picture is not None:
             for suffix in ("png", "svg"):
                 path = out / f"{name}.{suffix}"

@@ -31,17 +31,21 @@ METHODS = (
     S_SGD,
     RECOMMENDED,
     PAPER,
+    Method("CoCoD-SGD k=1", "cocod", ("algorithm.period=1",)),
     _diloco(15),
     _diloco(50),
     Method("Local-SGD k=5", "local", ("algorithm.period=5",)),
-    Method(
-        "StreamingDiLoCo k=50 in 3 parts", "streaming_diloco", ("algorithm.period=50", "algorithm.fragments=3"),
-    ),
+    Method("StreamingDiLoCo k=15 p=3", "streaming_diloco", ("algorithm.period=15", "algorithm.fragments=3")),
+    # Eager updates (Kale et al. 2025): an Nth of a worker's own progress before the mean of all has come.
+    Method("Streaming, eager k=15 p=3", "cocod", (
+        "algorithm.period=15", "algorithm.fragments=3", f"algorithm.own_share={1 / WORKERS:g}",
+        "algorithm.outer={rate: 0.7, momentum: 0.9, nesterov: true}",
+    )),
 )  # fmt: skip
 #: How the text is dealt to the workers.
 DEALS = {"iid": (), "by source": ("task.label_skew=0",)}
 #: AdamW's, not scaled with the number of workers.
-RATES = (0.002, 0.004, 0.008)
+RATES = (0.004, 0.008, 0.016)
 #: Bits per byte that the recommended setting may be worse than data parallel.
 MARGINS = {"iid": 0.03, "by source": 0.05}
 #: For a look at whether everything runs: a model of nothing for an instant.
@@ -131,6 +135,37 @@ def table(grid: Grid) -> str:
     return "\n".join([aligned([header, *body]), *verdicts])
 
 
+def best_cells(grid: Grid) -> dict[str, list[Cell]]:
+    """For each way of dealing the text: the cells that have run, of every method those with its best rate."""
+    rates = sorted({_split(cell)[1] for cell in grid.cells if cell.part == PART})
+    found: dict[str, list[Cell]] = {}
+    for deal in DEALS:
+        settings = set()
+        for method in METHODS:
+            by_rate = _by_rate(grid, method, deal, rates)
+            if by_rate:
+                rate = min(by_rate, key=lambda rate: _first_bits(by_rate[rate]))
+                settings.add((method.variant, _setting(method, deal, rate)))
+        of_deal = [c for c in grid.cells if c.part == PART and (c.variant, c.setting) in settings and c.name in grid.rows]
+        if of_deal:
+            found[deal] = of_deal
+    return found
+
+
+def learnt_for_bytes(grid: Grid) -> dict[str, list[tuple[str, float, list[float]]]]:
+    """For each way of dealing the text: each method, its bytes relative to S-SGD's, and what it reaches, by seed."""
+    rates = sorted({_split(cell)[1] for cell in grid.cells if cell.part == PART})
+    found: dict[str, list[tuple[str, float, list[float]]]] = {}
+    for deal in DEALS:
+        best = {m: _best(by_rate) for m in METHODS if (by_rate := _by_rate(grid, m, deal, rates))}
+        full = mean_of(best.get(S_SGD, {}), "comm_bytes")
+        for method, rows in best.items():
+            sent, values = mean_of(rows, "comm_bytes"), list(_values(rows).values())
+            if full is not None and sent is not None and values:
+                found.setdefault(deal, []).append((method.label, sent / full, values))
+    return found
+
+
 _Rows = dict[int, dict[str, Any]]
 
 
@@ -141,7 +176,11 @@ def _by_rate(grid: Grid, method: Method, deal: str, rates: Sequence[float]) -> d
 
 def _best(by_rate: Mapping[float, _Rows]) -> _Rows:
     """The rows of the rate that is best on the first seed."""
-    return min(by_rate.values(), key=lambda rows: _bits(rows[min(rows)]))
+    return min(by_rate.values(), key=_first_bits)
+
+
+def _first_bits(rows: _Rows) -> float:
+    return _bits(rows[min(rows)])
 
 
 def _values(rows: _Rows) -> dict[int, float]:

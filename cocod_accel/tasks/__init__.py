@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import nn
 
 from cocod_accel.config.settings import Config
@@ -15,6 +14,7 @@ from cocod_accel.tasks.facts import TaskFacts, known_facts
 from cocod_accel.tasks.metrics import task_loss, task_metrics
 from cocod_accel.tasks.models import MODELS, SEQUENCE_MODELS
 from cocod_accel.tasks.names import entry, imported
+from cocod_accel.tasks.optimizers import build_optimizer
 
 __all__ = [
     "DATASETS", "MODELS", "Task", "TaskFacts", "build_model", "build_optimizer", "build_task", "check_model", "check_task",
@@ -92,29 +92,6 @@ def _known_model(config: Config, task: TaskFacts | Task | None) -> Any:
             f"model.name={name}: requires {wanted}, but the task has inputs of shape {task.input_shape}; {fix}"
         )
     return kind
-
-
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that ``optimizer`` names."""
-    options = config.optimizer
-    rate, decay = options.learning_rate, options.weight_decay
-    optimizer: torch.optim.Optimizer
-    if options.name == "sgd":
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=rate, momentum=options.momentum, weight_decay=decay, nesterov=options.nesterov
-        )
-    else:
-        kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
-        optimizer = kind(model.parameters(), lr=rate, weight_decay=decay)
-    if options.clip_norm is not None:
-        limit, parameters = options.clip_norm, list(model.parameters())
-        # In the optimizer, so that whoever steps it clips: the trainer, the calibration and the simulator.
-        optimizer.register_step_pre_hook(lambda *_: _clip(parameters, limit))
-    return optimizer
-
-
-def _clip(parameters: list[nn.Parameter], limit: float) -> None:
-    nn.utils.clip_grad_norm_(parameters, limit)
 
 
 def _call(name: str, arguments: dict[str, Any], section: str) -> Any:
