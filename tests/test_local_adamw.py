@@ -164,6 +164,12 @@ def test_its_state_is_saved_and_loaded_as_that_of_one_optimizer() -> None:
     assert {float(entry["step"]) for entry in loaded.state.values() if "step" in entry} == {1.0}
 
 
+def test_a_torch_without_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ConfigError, match=r"optimizer.name=muon: requires torch 2.9, this is .*; use adamw"):
+        config_of()
+
+
 @has_muon
 def test_what_muon_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"algorithm.optimizer_state=average: is not supported with optimizer.name=muon"):

@@ -10,9 +10,10 @@ import pytest
 
 from cocod_accel import cli
 from cocod_accel.reproduce.cell import run
+from cocod_accel.reproduce.figures import draw_language
 from cocod_accel.reproduce.grid import Cell, cells, scale_of
 from cocod_accel.reproduce.language import METHODS, RATES, table, wanted
-from cocod_accel.reproduce.running import evaluations, fingerprint, folder_of, read_rows
+from cocod_accel.reproduce.running import done_rows, evaluations, fingerprint, folder_of, read_rows
 from cocod_accel.reproduce.tables import Grid, report
 from cocod_accel.runs.reading import read_run
 from cocod_accel.simulator.simulate import configured
@@ -57,7 +58,7 @@ def row_of(bits: float, **more: Any) -> dict[str, Any]:
 
 
 def test_later_seeds_are_wanted_with_the_best_rate_only() -> None:
-    ours = [cell for cell in SMALL if cell.variant == "ssgd" and " by source" not in f" {cell.setting}"]
+    ours = [cell for cell in SMALL if cell.variant == "ssgd" and cell.setting.startswith("iid")]
     assert names(wanted(ours, {})) == {f"ssgd-iid-rate{rate:g}-seed0" for rate in RATES}
     done = {f"language-gpt-ssgd-iid-rate{rate:g}-n8-seed0": row_of(bits) for rate, bits in ((0.004, 3.0), (0.008, 2.5))}
     assert {cell.seed for cell in wanted(ours, done)} == {0}, "the third rate has not been run"
@@ -90,6 +91,33 @@ def test_the_table_is_of_each_methods_best_rate_paired_by_seed() -> None:
     assert lines[5] == ["iid:", "CoCoD-SGD", "k=1", "ternary", "is", "undecided"]
     assert "A language model" in report(Grid(SMALL, rows))
     assert table(Grid(SMALL, {})) == ""
+
+
+def test_the_figure_is_of_bits_against_bytes() -> None:
+    rows = {
+        "language-gpt-ssgd-iid-rate0.008-n8-seed0": row_of(2.5),
+        "language-gpt-ssgd-iid-rate0.008-n8-seed1": row_of(2.7),
+        "language-gpt-cocod-k1-ternary-iid-rate0.008-n8-seed0": row_of(2.8, comm_bytes=70),
+        "language-gpt-cocod-k1-ternary-by-source-rate0.008-n8-seed0": row_of(2.9, comm_bytes=70),
+    }
+    figure = draw_language(Grid(SMALL, rows))
+    assert figure is not None
+    [axes] = figure.axes  # dealt by source there is no S-SGD to compare with
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["S-SGD, n=2", "CoCoD-SGD k=1 ternary, n=1"]
+    assert axes.get_title(loc="left") == "shards alike"
+    assert "lower is better" in axes.get_ylabel()
+    points = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() in ("o", "s")]
+    assert points == [[[1.0, pytest.approx(2.6)]], [[0.07, 2.8]]]
+    assert draw_language(Grid(SMALL, {})) is None
+
+
+def test_the_page_shows_what_the_rows_in_the_repository_say() -> None:
+    """Of the cells that have been run; data/text is not in the repository, and need not be there."""
+    given = ["task.args.files=data/text"]
+    done = done_rows(SMALL, read_rows([Path("docs/reproduction/language.jsonl")]), given)
+    assert done
+    assert len({row["data_digest"] for row in done.values()}) == 1
+    assert table(Grid(wanted(SMALL, done), done)) in Path("docs/language.md").read_text()
 
 
 def test_a_cell_runs_and_its_row_says_what_was_measured(tmp_path: Path) -> None:

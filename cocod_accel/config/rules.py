@@ -9,6 +9,8 @@ import math
 import sys
 from typing import Any
 
+import torch
+
 from cocod_accel.config.algorithms import algorithm_class, build_algorithm, takes
 from cocod_accel.config.fields import check_fields
 from cocod_accel.config.settings import ACCURACY, MEASURE, Config
@@ -122,6 +124,8 @@ def _validate_algorithm(config: Config) -> None:
     rule = f"is not supported by {name}; choose from {', '.join(allowed)}"
     require(policy in allowed, "algorithm.optimizer_state", policy, rule)
     muon = config.optimizer.name == "muon"
+    rule = f"requires torch 2.9, this is {torch.__version__}; use adamw"
+    require(not muon or hasattr(torch.optim, "Muon"), "optimizer.name", "muon", rule)
     rule = "is not supported with optimizer.name=muon, whose parameters have different states; use keep or reset"
     require(not muon or policy != "average", "algorithm.optimizer_state", policy, rule)
     require(not muon or config.cluster.shard is None, "optimizer.name", "muon", "requires whole matrices; use adamw")

@@ -119,6 +119,7 @@ def draw_language(grid: Grid) -> Figure | None:
         if base:
             axes.axhline(statistics.fmean(base), color="#777777", linestyle=":", linewidth=1)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("bytes sent, S-SGD = 1")
         axes.set_title("shards alike" if deal == "iid" else f"dealt {deal}", loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=8)

@@ -34,6 +34,7 @@ METHODS = (
     Method("CoCoD-SGD k=1", "cocod", ("algorithm.period=1",)),
     _diloco(15),
     _diloco(50),
+    Method("S-SGD int4", "ssgd", ("algorithm.payload=int4",)),
     Method("Local-SGD k=5", "local", ("algorithm.period=5",)),
     Method("StreamingDiLoCo k=15 p=3", "streaming_diloco", ("algorithm.period=15", "algorithm.fragments=3")),
     # Eager updates (Kale et al. 2025): an Nth of a worker's own progress before the mean of all has come.

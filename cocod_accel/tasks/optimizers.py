@@ -46,8 +46,6 @@ class MuonAdamW(Optimizer):
     """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise ConfigError(f"optimizer.name=muon: requires torch 2.9, this is {torch.__version__}; use adamw")
         matrices, others = _parted(model)
         if not matrices:
             raise ConfigError("optimizer.name=muon: the model has no matrix in a hidden layer; use adamw")
