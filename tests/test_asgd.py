@@ -309,6 +309,25 @@ def test_codes_weights_and_what_loops_do() -> None:
     assert 2 * 57 <= first.bytes == second.bytes <= 2 * 64
 
 
+def with_a_closure(rank: int) -> str:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    if is_server(rank):
+        serve(model, optimizer, ASGD())
+        return ""
+    sync = attach(model, optimizer, ASGD())
+    try:
+        optimizer.step(lambda: float(loss_of(model, *make_batch(0, 0))))
+    except RuntimeError as error:
+        sync.detach()
+        return str(error)
+    return "accepted"
+
+
+def test_a_closure_is_refused() -> None:
+    assert "optimizer.step(closure) computes gradients inside the step" in run_workers(2, with_a_closure)[0]
+
+
 # ------------------------------------------------------------------------------------------------- states
 
 

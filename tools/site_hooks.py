@@ -44,7 +44,7 @@ TREES = (
 
 #: The public interface in the order in which a reader meets it; the rest of ``cocod_accel.__all__`` would be an error.
 API = {
-    "Attaching": ("attach", "Sync", "Stats"),
+    "Attaching": ("attach", "Sync", "Stats", "serve", "Served"),
     "Algorithms": (
         "Algorithm",
         "SSGD",
@@ -54,6 +54,7 @@ API = {
         "AsynLocalSGD",
         "DiLoCo",
         "StreamingDiLoCo",
+        "ASGD",
         "Outer",
         "ALGORITHMS",
     ),

@@ -70,6 +70,9 @@ class ASGD(Algorithm):
     def land(self, part: int = 0) -> None:
         self.replica.receive()
 
+    def wait(self) -> None:
+        self.replica.wait()
+
     def leave(self) -> None:
         self.replica.leave()
 

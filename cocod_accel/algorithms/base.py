@@ -196,6 +196,9 @@ class Algorithm:
     def after_buckets(self) -> None:
         """The gradients of all buckets are in ``.grad``, except where DDP found a parameter unused by every worker."""
 
+    def wait(self) -> None:
+        """Training stops for a while that is not counted: wait for what must not go on for free; change nothing."""
+
     def leave(self) -> None:
         """No step follows, on purpose: nothing has failed."""
 

@@ -88,6 +88,7 @@ class ServedReplica(Replica):
             stop, save = (0, 0) if self._ballot is None else self._ballot.cast()
             letter.numbers[Up.STOP], letter.numbers[Up.SAVE] = stop, save
             self._post(letter, self._code.num_bytes)
+            self.route.traffic.num_bytes += self._code.num_bytes
             self._unanswered.append(letter)
 
     def receive(self) -> None:
@@ -98,9 +99,13 @@ class ServedReplica(Replica):
         self._adopt()
         self._count_votes()
 
+    def wait(self) -> None:
+        """For all answers; they are taken into the model when they would have been."""
+        self._collect(self.number)
+
     def settle(self) -> None:
         """Take in the answers to all that has been sent."""
-        self._collect(self.number)
+        self.wait()
         self._adopt()
 
     def poll(self) -> None:
@@ -270,7 +275,6 @@ class ServedReplica(Replica):
                 return
             self._unanswered.popleft()
             self.route.traffic.wait_for([letter.handle])
-            self.route.traffic.num_bytes += letter.handle.num_bytes
             self._note(letter)
             staleness = int(letter.answer[Down.STALENESS])
             self.answered += 1

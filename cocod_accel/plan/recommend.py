@@ -79,6 +79,8 @@ class Advice:
     reasons: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     expected: list[Expected] = field(default_factory=list)
+    #: A way that is listed, and not recommended: nobody has measured how many steps it needs.
+    asynchronous: Candidate | None = None
     #: For ``cocod train``, after the user's own arguments.
     overrides: list[str] = field(default_factory=list)
 
@@ -122,6 +124,7 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
         candidates=candidates,
         warnings=warnings,
         expected=expected,
+        asynchronous=planner.asynchronous(cluster),
         overrides=planner.overrides(cluster, config),
     )
     advice.reasons.append(("algorithm", algorithm, why))
@@ -295,6 +298,28 @@ class _Planner:
         ways = [Choice(choice.payload, k, delay) for k in periods for delay in (None, 1)]
         found = [self.candidate(cluster, "cocod", way) for way in ways]
         return max((c for c in found if c is not None), key=lambda candidate: candidate.speedup, default=None)
+
+    def asynchronous(self, cluster: Cluster) -> Candidate | None:
+        """A-SGD, as fast as it is; how many steps it needs is not known."""
+        if cluster.num_workers == 1:
+            return None
+        try:
+            config = self.config(cluster, "asgd", _GRADIENTS, steps=_STEPS)
+        except ConfigError:
+            return None
+        done = simulate(cluster, config, steps=_STEPS)
+        throughput = done.steady_speedup()
+        seconds = done.num_samples / min(done.timeline.steps) / config.batch_size
+        return Candidate(
+            algorithm="asgd",
+            period=1,
+            delay=None,
+            payload="fp32",
+            step_seconds=seconds * cluster.seconds_alone(config.batch_size) / throughput,
+            step_bytes=done.step_bytes,
+            throughput=throughput,
+            steps_needed=math.nan,
+        )
 
     def candidate(self, cluster: Cluster, algorithm: str, choice: Choice) -> Candidate | None:
         if algorithm_class(algorithm).reduces_gradients:

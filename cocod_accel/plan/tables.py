@@ -86,6 +86,10 @@ def _candidates_table(advice: Advice) -> str:
                 "recommended" if advice.is_taken(candidate) else "as good" if is_as_good(candidate) else "",
             ]
         )
+    late = advice.asynchronous
+    if late is not None:
+        figures = [f"{1e3 * late.step_seconds:.1f}", f"{late.step_bytes / 1e6:.3f}"]
+        rows.append([late.algorithm, late.payload, "", "", *figures, "-", "-", "steps not measured"])
     return aligned(rows)
 
 

@@ -15,7 +15,7 @@ from cocod_accel.runs.spans import CHECKPOINT, COMMUNICATE, COMPUTE, STRETCH, WA
 #: In figures on white; the page replaces black with white in dark mode. Yellow is left out: it is invisible on white.
 PALETTE = ("#000000", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#0072b2", "#cc79a7", "#7f7f7f")
 #: Each algorithm keeps its colour in all comparisons.
-_OWN_COLOUR = {"ssgd": 0, "pipe": 1, "local": 2, "cocod": 3, "asynlocal": 4, "diloco": 5, "streaming_diloco": 6}
+_OWN_COLOUR = {"ssgd": 0, "pipe": 1, "local": 2, "cocod": 3, "asynlocal": 4, "diloco": 5, "streaming_diloco": 6, "asgd": 7}
 DASHES: tuple[tuple[int, ...], ...] = ((), (6, 2), (2, 2), (8, 2, 2, 2), (4, 1, 1, 1, 1, 1))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 SPAN_COLOURS = {COMPUTE: "#009e73", COMMUNICATE: "#e69f00", WAIT: "#d55e00", STRETCH: "#a6dbc9", CHECKPOINT: "#7f7f7f"}

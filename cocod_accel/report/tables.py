@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cocod_accel.config.settings import ACCURACY
 from cocod_accel.report.groups import Comparison, Group, Stat, setting
-from cocod_accel.runs.reading import MEASURES, time_to_target
+from cocod_accel.runs.reading import MEASURES, is_number, time_to_target
 from cocod_accel.runs.tables import aligned
 
 
@@ -61,6 +61,10 @@ def columns(comparison: Comparison) -> list[Column]:
             Column("ms/step", "training seconds over worker 0's steps", _step_text, _step_milliseconds),
             Column("faster", "samples per second, relative to the baseline", _throughput_text, _throughput_value),
         ]
+    late = [group for group in comparison.groups if not math.isnan(_staleness(group))]
+    if late:
+        meaning = "updates between the model that a gradient is of and the one that it is applied to, in the mean"
+        result.append(Column("staleness", meaning, _staleness_text, _staleness))
     return [
         *result,
         measure("training s", "training seconds of the slowest worker, evaluation excluded", "train_seconds", _one),
@@ -119,6 +123,18 @@ def _step_milliseconds(group: Group) -> float:
 def _step_text(group: Group) -> str:
     milliseconds = _step_milliseconds(group)
     return "-" if math.isnan(milliseconds) else _one(milliseconds)
+
+
+def _staleness(group: Group) -> float:
+    """nan: of algorithms without a server, and of runs that have not ended."""
+    found = [(run.summary or {}).get("staleness") for run in group.runs]
+    known = [float(value) for value in found if value is not None and is_number(value)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def _staleness_text(group: Group) -> str:
+    staleness = _staleness(group)
+    return "-" if math.isnan(staleness) else _one(staleness)
 
 
 def _throughput_text(group: Group) -> str:

@@ -3,8 +3,8 @@
 Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``heterogeneous`` (table 2, figures 5 and 6),
 ``skew`` (label-skewed shards against the period), ``remedies`` (fixes for the worst of those), ``iterations`` (steps to
 a loss against the number of workers, Remarks 1 and 2), ``length`` (shorter runs: when does CoCoD-SGD catch up?) and, if
-asked for, ``learning`` (what every method gives up after equally many steps; :mod:`cocod_accel.reproduce.learning`) and
-``language`` (the same of a language model; :mod:`cocod_accel.reproduce.language`).
+asked for, ``learning`` (what every method gives up after equally many steps; :mod:`cocod_accel.reproduce.learning`),
+``language`` (the same of a language model; :mod:`cocod_accel.reproduce.language`) and ``asgd`` (A-SGD where tables 1 and 2 are, which have no figures of it).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cocod_accel.simulator.cluster import Cluster, load_cluster
 CONFIGS = profiles()
 #: What is run unless other parts are asked for.
 USUAL_PARTS = ("homogeneous", "scaling", "heterogeneous", "skew", "remedies", "iterations", "length")
-PARTS = (*USUAL_PARTS, "learning", "language")
+PARTS = (*USUAL_PARTS, "learning", "language", "asgd")
 SCALES = ("smoke", "small", "full")
 
 #: The files in configs/variants, and the paper's names for them.
@@ -33,6 +33,8 @@ NAMES = {
     "asynlocal": "AsynLocal-SGD",
     "cocod": "CoCoD-SGD",
 }
+#: What the paper names beside them, and has no figures of.
+BEYOND = {"asgd": "A-SGD", "asgd_ps": "A-SGD+PS"}
 HOMOGENEOUS = ("ssgd", "pipe", "local", "cocod")
 HETEROGENEOUS = ("ssgd", "ssgd_ps", "pipe", "pipe_ps", "asynlocal", "cocod")
 #: The paper's models, which the virtual clock is based on, and what is trained instead at smaller scales.
@@ -142,6 +144,7 @@ def cells(scale: Scale, only: Sequence[str] = ()) -> list[Cell]:
         "homogeneous": _homogeneous, "scaling": _scaling, "heterogeneous": _heterogeneous,
         "skew": _skew, "remedies": _remedies, "iterations": _iterations, "length": _length, "learning": learning.cells,
         "language": language.cells,
+        "asgd": _asynchronous,
     }  # fmt: skip
     found = [cell for part in PARTS if part in wanted for cell in makers[part](scale)]
     found.sort(key=lambda cell: (cell.learns, cell.seed))
@@ -172,6 +175,22 @@ def _heterogeneous(scale: Scale) -> Iterator[Cell]:
         profile, *rest = scale.arguments("heterogeneous", model, f"seed={seed}", *size, data=data)
         given = (profile, str(CONFIGS / "variants" / f"{variant}.yaml"), *rest)
         yield Cell("heterogeneous", model, variant, data, 16, seed, given, f"{cluster_of(model)}_heterogeneous")
+
+
+def _asynchronous(scale: Scale) -> Iterator[Cell]:
+    """As in tables 1 and 2; with proportional sampling in the second, because all workers take equally many steps. Nothing
+    at full scale, which is for GPUs.
+    """
+    if scale.name == "full":
+        return
+    size = ["task.train_limit=5760"] if scale.name == "small" else []
+    for seed, model in product(scale.seeds, MODELS):
+        given = scale.arguments("homogeneous", model, "algorithm.name=asgd", f"seed={seed}")
+        yield Cell("asgd", model, "asgd", "homogeneous", 16, seed, given, cluster_of(model))
+        for variant in BEYOND:
+            own = ["algorithm.name=asgd", f"cluster.proportional={str(variant == 'asgd_ps').lower()}"]
+            given = scale.arguments("heterogeneous", model, *own, f"seed={seed}", *size)
+            yield Cell("asgd", model, variant, "heterogeneous", 16, seed, given, f"{cluster_of(model)}_heterogeneous")
 
 
 def _skewed(scale: Scale, seed: int, period: int, alpha: float | None, variant: str, *more: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cocod_accel.reproduce.grid import HETEROGENEOUS, HOMOGENEOUS, MIXED, MODELS, NAMES, REMEDIES, Cell
+from cocod_accel.reproduce.grid import BEYOND, HETEROGENEOUS, HOMOGENEOUS, MIXED, MODELS, NAMES, REMEDIES, Cell
 from cocod_accel.reproduce.intervals import Interval
 from cocod_accel.reproduce.running import Row, evaluations
 from cocod_accel.runs.tables import aligned
@@ -103,14 +103,34 @@ def environment_table(grid: Grid, part: str) -> str:
             cells += [f"{PAPER[part][model][variant]:.2f}", accuracy_cell(rows)]
             cells += ["-" if seconds is None else f"{seconds:.1f}", "-" if gain is None else f"{gain:.2f}x"]
         body.append(cells)
+    beyond = _beyond(grid, part)
     for model in MODELS:
         apart = difference(grid.of(part, model, "cocod"), grid.of(part, model, "ssgd"))
         if apart is not None:
             lines.append(f"{MODELS[model]}: CoCoD-SGD minus S-SGD, paired by seed: {apart}")
         lines += time_claims(grid, part, model)
-    return (
-        "\n".join([aligned([header, *body]), *lines]) if any(grid.of(part, m, v) for m in MODELS for v in variants) else ""
-    )
+    if beyond:
+        lines.append(f"{' and '.join(row[0] for row in beyond)}: not in the paper's tables")
+    has_any = any(grid.of(part, m, v) for m in MODELS for v in variants)
+    return "\n".join([aligned([header, *body, *beyond]), *lines]) if has_any or beyond else ""
+
+
+def _beyond(grid: Grid, part: str) -> list[list[str]]:
+    """Rows of what the paper has no figures of."""
+    body = []
+    for variant, name in BEYOND.items():
+        found = {model: grid.of("asgd", model, variant, part) for model in MODELS}
+        if not any(found.values()):
+            continue
+        cells = [name, str(max(map(len, found.values())))]
+        for model, rows in found.items():
+            seconds, samples = mean_of(rows, "train_seconds"), mean_of(rows, "samples_per_second")
+            base = mean_of(grid.of(part, model, "ssgd"), "samples_per_second")
+            gain = None if samples is None or base is None else samples / base
+            cells += ["-", accuracy_cell(rows), "-" if seconds is None else f"{seconds:.1f}"]
+            cells.append("-" if gain is None else f"{gain:.2f}x")
+        body.append(cells)
+    return body
 
 
 def speed(grid: Grid, part: str, model: str) -> dict[str, float]:

@@ -48,6 +48,8 @@ class _Worker:
     version: int = 0
     answered: int = 0
     sent: deque[_Sent] = field(default_factory=deque)
+    #: The last answer that has come, and is not yet the model that it computes with.
+    arrived: _Sent | None = None
     #: The last interval in which it was blocked, and when messages of its own are on the link.
     blocked: tuple[float, float] = (0.0, 0.0)
     busy: list[tuple[float, float]] = field(default_factory=list)
@@ -174,6 +176,7 @@ class ServedTimeline(Timeline):
         self.staleness_sum += staleness
         self.largest_staleness = max(self.largest_staleness, staleness)
         if rank == 0:
+            self.fleet.sent_bytes += self._link.gradient.sent_bytes
             self._own_staleness += staleness
             self._own_largest = max(self._own_largest, staleness)
         end = self._out_free + latency
@@ -184,14 +187,19 @@ class ServedTimeline(Timeline):
         """Wait for the answers that must be there, and take the last one that is, as the trainer does."""
         number = worker.steps + 1
         until, most = number - self._bound, number - min(self._bound, 1)
+        self._adopt(worker, worker.arrived)
         while worker.sent:
             first = worker.sent[0]
             if first.number > until and (first.number > most or first.end > worker.now):
                 break
             worker.sent.popleft()
             self._wait(worker, rank, first)
-            worker.version, worker.answered = first.version, first.number
+            self._adopt(worker, first)
         self.turns.append(Turn(rank, worker.answered))
+
+    def _adopt(self, worker: _Worker, answer: _Sent | None) -> None:
+        if answer is not None:
+            worker.version, worker.answered, worker.arrived = answer.version, answer.number, None
 
     def _wait(self, worker: _Worker, rank: int, sent: _Sent) -> None:
         blocked_from, until = worker.now, max(worker.now, sent.end)
@@ -201,8 +209,6 @@ class ServedTimeline(Timeline):
         hidden -= min(hidden, max(0.0, min(seen, last_until) - max(sent.start, last_from)))
         self.fleet.hidden_seconds[rank] += hidden
         self.fleet.exposed_seconds[rank] += max(0.0, sent.end - max(sent.start, blocked_from))
-        if rank == 0:
-            self.fleet.sent_bytes += self._link.gradient.sent_bytes
         worker.blocked = blocked_from, until
         worker.now = until
         self._span(rank, worker.steps, "communicate", sent.start, sent.end)
@@ -217,21 +223,18 @@ class ServedTimeline(Timeline):
             self.lateness.append((self._own_staleness / worker.steps, self._own_largest, self.server_bytes))
 
     def _meet(self) -> None:
-        """Everybody waits until all have come and all is answered; what has come is taken in after the next step."""
+        """Everybody waits until all is answered and all have come; what has come is taken in after the next step."""
+        for rank, worker in enumerate(self._workers):
+            while worker.sent:
+                worker.arrived = worker.sent.popleft()
+                self._wait(worker, rank, worker.arrived)
         end = max(worker.now for worker in self._workers)
         for rank, worker in enumerate(self._workers):
             worker.now = self.fleet.now[rank] = end
-            for sent in worker.sent:
-                sent.end = min(sent.end, end)
-            worker.busy = []
-        self._in_free = self._out_free = end
         self.marks.all_seconds[-1] = end
 
     def _finish(self) -> None:
-        """The last answers, and then the server's model for everybody, one after the other."""
-        for rank, worker in enumerate(self._workers):
-            while worker.sent:
-                self._wait(worker, rank, worker.sent.popleft())
+        """The server's model for everybody, one after the other."""
         begin = max(worker.now for worker in self._workers)
         end = begin + self.course.parcels.final.seconds
         for rank, worker in enumerate(self._workers):

@@ -95,6 +95,10 @@ class Control:
         """``sync.state_dict()`` for whoever writes it down at once: it is not copied, and holds until the next step."""
         return self._sync._state(copies=False)
 
+    def wait(self) -> None:
+        """For what would go on while training time is not counted; no model is changed."""
+        self._driver.method.wait()
+
     # ---- time
 
     def time_transfer(self, payload: str | None = None) -> float:

@@ -54,8 +54,8 @@ class Watcher(Protocol):
     def attempted(self) -> None:
         """One more attempt, from the main thread and outside a step."""
 
-    def step_begins(self) -> None:
-        """The first optimizer of an attempt is about to step."""
+    def step_begins(self, has_closure: bool = False) -> None:
+        """The first optimizer of an attempt is about to step; with a closure, that computes its gradients itself."""
 
     def backward_begins(self, accumulating: bool) -> None:
         """``accumulating``: the gradients of an earlier backward are still there, so these will be added to them."""
@@ -257,7 +257,7 @@ class AttemptCounter:
         self._in_passing()
         self._in_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if not self._stepped:
-            self._watcher.step_begins()
+            self._watcher.step_begins(self._in_closure)
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._in_closure = self._forward_is_open = False

@@ -44,7 +44,7 @@ class LoopWatcher:
         if self.auto is not None:
             self.auto.attempted()
 
-    def step_begins(self) -> None:
+    def step_begins(self, has_closure: bool = False) -> None:
         if self.is_averaged:
             raise RuntimeError("optimizer.step() inside averaged() would be lost; leave the with block first")
         if is_capturing(self._subject.device):
@@ -55,6 +55,11 @@ class LoopWatcher:
         if self._refusal and is_stepped_by_scaler():
             raise RuntimeError(self._refusal)
         self._refusal = ""  # looked at once: a first step is never skipped, because its delayed gradients are zero
+        if has_closure and self._method.is_served:
+            raise RuntimeError(
+                "optimizer.step(closure) computes gradients inside the step, which ASGD makes on its server; call "
+                "backward() before step()"
+            )
         self._method.step_begins()
         if isinstance(self._router, EngineRouter):
             self._router.before_step(self._reducer, self._subject.trainable)

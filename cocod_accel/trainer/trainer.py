@@ -144,6 +144,7 @@ class Trainer:
                 self.recorder.step(epoch, loss, self.adaptation.period)
             if self._is_evaluated_here():
                 worker.guard.check(at.step, at_once=True)
+                self.sync.control.wait()
                 worker.clock.stop()
                 self._evaluate(epoch)
                 self.model.train()
@@ -155,6 +156,7 @@ class Trainer:
                     self.is_stopped = True
                     break
         worker.guard.check(at.step, at_once=True)
+        self.sync.control.wait()
         worker.clock.stop()
 
     def _set_learning_rate(self, epoch: float) -> None:
