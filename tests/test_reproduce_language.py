@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cocod_accel import cli
@@ -103,10 +104,12 @@ def test_the_figure_is_of_bits_against_bytes() -> None:
     figure = draw_language(Grid(SMALL, rows))
     assert figure is not None
     [axes] = figure.axes  # dealt by source there is no S-SGD to compare with
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["S-SGD, n=2", "CoCoD-SGD k=1 ternary, n=1"]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["S-SGD, n=2", "CoCoD-SGD k=1 ternary, n=1"]
     assert axes.get_title(loc="left") == "shards alike"
     assert "lower is better" in axes.get_ylabel()
-    points = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() in ("o", "s")]
+    points = [np.asarray(line.get_xydata()).tolist() for line in axes.lines if line.get_marker() in ("o", "s")]
     assert points == [[[1.0, pytest.approx(2.6)]], [[0.07, 2.8]]]
     assert draw_language(Grid(SMALL, {})) is None
 

@@ -4,7 +4,8 @@ Parts: ``homogeneous`` (table 1, figures 2 and 3), ``scaling`` (figure 4), ``het
 ``skew`` (label-skewed shards against the period), ``remedies`` (fixes for the worst of those), ``iterations`` (steps to
 a loss against the number of workers, Remarks 1 and 2), ``length`` (shorter runs: when does CoCoD-SGD catch up?) and, if
 asked for, ``learning`` (what every method gives up after equally many steps; :mod:`cocod_accel.reproduce.learning`),
-``language`` (the same of a language model; :mod:`cocod_accel.reproduce.language`) and ``asgd`` (A-SGD where tables 1 and 2 are, which have no figures of it).
+``language`` (the same of a language model; :mod:`cocod_accel.reproduce.language`) and ``asgd`` (A-SGD where tables 1 and
+2 are, which have no figures of it).
 """
 
 from __future__ import annotations
