@@ -316,12 +316,13 @@ def with_a_closure(rank: int) -> str:
         serve(model, optimizer, ASGD())
         return ""
     sync = attach(model, optimizer, ASGD())
+    said = "accepted"
     try:
         optimizer.step(lambda: float(loss_of(model, *make_batch(0, 0))))
     except RuntimeError as error:
-        sync.detach()
-        return str(error)
-    return "accepted"
+        said = str(error)
+    sync.detach()
+    return said
 
 
 def test_a_closure_is_refused() -> None:
