@@ -253,8 +253,13 @@ class Session:
             if job.kind is Kind.ROUND:  # no step waits for another attempt: the next round takes it in
                 self.lost_rounds += 1
                 return
-            if time.monotonic() > deadline + 2 * self.members.timeout:
-                raise MembersError(f"no average could be made within {self.members.timeout:g} s")
+            if time.monotonic() > deadline:
+                if self.members.min_workers > 1:
+                    raise MembersError(f"no average could be made within {self.members.timeout:g} s; this worker stops")
+                self.lost_rounds += 1
+                own = self._entry(MEMBER, job.kind, job.at)
+                self._take_part(job, Line([own], []))  # needs nobody
+                return
 
     def _line(self, job: Job) -> Line | None:
         """Who is at the same place; None: nobody knows, or this worker has been left behind."""
