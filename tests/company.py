@@ -23,7 +23,6 @@ SECONDS = 60.0
 needs_torchft = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed: pip install 'cocod-accel[elastic]'")
 
 if HAS_TORCHFT:
-    os.environ.setdefault("RUST_LOG", "error")  # read when the forkserver imports it; else it reports every question
     workers.preload("torchft.coordination")
 
 

@@ -27,6 +27,8 @@ torch.set_num_threads(1)
 
 # Importing wandb takes as long as a small run. Tests of what it is told take this away again.
 os.environ["WANDB_MODE"] = "disabled"
+# Else torchft's lighthouse reports every question. Read when the server of workers imports it.
+os.environ["RUST_LOG"] = "error"
 
 ROOT = Path(__file__).parents[1]
 # The first torch optimizer imports inductor, which names its cache folder.
