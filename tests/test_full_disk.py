@@ -38,6 +38,7 @@ def line(output: Path, mark: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_that_finds_no_room_is_finished_later_by_the_same_line(disk: Path, tmp_path: Path) -> None:
     mark, run = tmp_path / "mark", disk / "run"
     given = line(disk, mark, "checkpoint.keep=1")

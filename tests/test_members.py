@@ -373,6 +373,7 @@ def test_without_its_lighthouse_training_goes_on() -> None:
         for process in (a, b, c):
             presence, _ = wait_for(process, all_there("abc"), "one more is there")
             assert presence.lost_rounds <= 1
+        for process in (a, b, c):
             process.tell("stop")
 
 

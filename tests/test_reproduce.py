@@ -335,6 +335,7 @@ def test_the_smoke_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
         assert len(first.splitlines()) == len(second.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_part_of_the_grid_runs_goes_on_and_draws(tmp_path: Path) -> None:
     """One part with a figure of its own, cut short; ``make test-slow`` runs the parts of the tables."""

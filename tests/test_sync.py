@@ -424,8 +424,8 @@ def test_stats_can_be_logged_as_a_mapping() -> None:
     model = loops.make_model()
     with attach(model, loops.OPTIMIZERS["sgd"](model), CoCoDSGD(3)) as sync:
         stats = sync.stats()
-    counts = dict.fromkeys(("rounds", "bytes"), 0)
-    figures = ("exposed_seconds", "hidden_seconds", "drift", "largest_drift", "mean_drift")
+    counts = dict.fromkeys(("rounds", "bytes", "largest_staleness", "server_bytes"), 0)
+    figures = ("exposed_seconds", "hidden_seconds", "drift", "largest_drift", "mean_drift", "staleness")
     assert dict(stats) == {**counts, **dict.fromkeys(figures, 0.0)}
     assert stats.rounds == stats["rounds"] == 0
 
