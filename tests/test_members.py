@@ -26,6 +26,9 @@ from tests.company import TOKEN, Company, Process, hear, members, needs_torchft,
 from tests.reference_members import Life
 from tests.workers import run_workers
 
+# Who is there is a question of heartbeats: a machine that is busy with other tests makes workers miss theirs.
+pytestmark = pytest.mark.alone
+
 PERIOD = 4
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 3.0, "e": 4.0}
 
