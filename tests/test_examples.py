@@ -65,7 +65,7 @@ def test_the_readme_has_a_command_for_every_example() -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("ways", [("cocod",), pytest.param(("ssgd", "alone"), marks=pytest.mark.slow)], ids="+".join)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*(n for n in TINY if n != "vision"), pytest.param("vision", marks=pytest.mark.slow)])
 def test_it_learns_and_all_workers_end_with_one_model(name: str, ways: tuple[str, ...], tmp_path: Path) -> None:
     """With two workers as its README says, alone without a launcher, and with plain S-SGD."""
     if name == "hf_trainer" and importlib.util.find_spec("transformers") is None:

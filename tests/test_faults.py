@@ -70,7 +70,7 @@ FAULTS = {
     ("fault", "algorithm", "rank"),
     [
         ("killed", "cocod", 1),
-        ("killed", "ssgd", 0),
+        pytest.param("killed", "ssgd", 0, marks=pytest.mark.slow),
         pytest.param("frozen", "cocod", 0, marks=pytest.mark.alone),
         pytest.param("frozen", "ssgd", 1, marks=pytest.mark.alone),
     ],

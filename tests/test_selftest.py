@@ -42,13 +42,14 @@ def test_all_is_well_on_two_cpu_processes(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        (
+        pytest.param(
             "off",
             [
                 "ssgd, pipe, local, cocod, asynlocal: at most ",
                 "e-09 apart in float64 (cocod); 1e-12 is allowed",
                 "failed: exact;",
             ],
+            marks=pytest.mark.slow,
         ),
         ("raises", ["no such device", "failed: ended;"]),
     ],

@@ -292,7 +292,7 @@ def strip_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 # What the others would add, tests/test_learning.py sees: a real run equals one in one process, to the bit.
-@pytest.mark.parametrize("name", ["cocod", *(pytest.param(n, marks=pytest.mark.slow) for n in ALGORITHMS if n != "cocod")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS])
 def test_the_same_seed_gives_the_same_metrics_and_another_seed_does_not(name: str, tmp_path: Path) -> None:
     def run(label: str, seed: int) -> Any:
         arguments = ["configs/quickstart.yaml", *TINY, f"algorithm.name={name}", f"seed={seed}", f"name={label}"]
