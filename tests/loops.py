@@ -80,3 +80,14 @@ def train(
     if after is not None:
         after(sync, model)
     return trace
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> list[list[Tensor]]:
+    """The model after each of so many plain steps."""
+    trace = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *make_batch(rank, step)).backward()
+        optimizer.step()
+        trace.append(snapshot(model))
+    return trace

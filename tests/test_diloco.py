@@ -39,12 +39,7 @@ def train(rank: int, algorithms: list[Any]) -> list[Any]:
         model = DistributedDataParallel(loops.make_model())
         optimizer = loops.OPTIMIZERS["momentum"](model)
         sync = attach(model, optimizer, algorithm, weight=WEIGHTS[rank])
-        trace = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loops.loss_of(model, *loops.make_batch(rank, step)).backward()
-            optimizer.step()
-            trace.append(loops.snapshot(model))
+        trace = loops.trained(model, optimizer, rank, STEPS)
         sync.finish()
         found.append((trace, loops.snapshot(model)))
         sync.detach()

@@ -46,12 +46,7 @@ def traces(rank: int, rows: list[Any]) -> Any:
         model = DistributedDataParallel(wide_model())
         optimizer = loops.OPTIMIZERS["momentum"](model)
         sync = attach(model, optimizer, KINDS[name](payload=codec), weight=WEIGHTS[weighting][rank])
-        trace = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loops.loss_of(model, *loops.make_batch(rank, step)).backward()
-            optimizer.step()
-            trace.append(loops.snapshot(model))
+        trace = loops.trained(model, optimizer, rank, STEPS)
         found.append((trace, sync.stats().bytes))
         sync.detach()
     return found

@@ -25,7 +25,8 @@ from cocod_accel.plan.candidates import Candidate, best_algorithm
 from cocod_accel.plan.findings import Findings, as_cluster, fit_ring
 from cocod_accel.plan.learned import learned, span_of
 from cocod_accel.plan.measure import fixed_seconds
-from cocod_accel.plan.recommend import Advice, Expected, _Planner, advise, is_uneven, worker_counts
+from cocod_accel.plan.reasons import is_uneven
+from cocod_accel.plan.recommend import Advice, Expected, _Planner, advise, worker_counts
 from cocod_accel.plan.tables import scaling_of
 from cocod_accel.report.figures import draw_expected
 from cocod_accel.sharding.speeds import Measured

@@ -78,16 +78,6 @@ def manager_of(name: str, address: str, is_asynchronous: bool) -> Iterator[Any]:
         manager.shutdown(wait=False)
 
 
-def steps_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    trace = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loops.loss_of(model, *loops.make_batch(rank, step)).backward()
-        optimizer.step()
-        trace.append(loops.snapshot(model))
-    return trace
-
-
 def train_both(rank: int) -> list[Any]:
     local_sgd: Any = importlib.import_module("torchft.local_sgd")
     coordination: Any = importlib.import_module("torchft.coordination")
@@ -96,7 +86,7 @@ def train_both(rank: int) -> list[Any]:
         ours = DistributedDataParallel(loops.make_model())
         optimizer = loops.OPTIMIZERS["adamw"](ours)
         with attach(ours, optimizer, case.ours()):
-            mine = steps_of(rank, ours, optimizer)
+            mine = loops.trained(ours, optimizer, rank, STEPS)
         lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=WORKERS) if rank == 0 else None
         address = [f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}" if lighthouse is not None else ""]
         dist.broadcast_object_list(address)
@@ -106,7 +96,7 @@ def train_both(rank: int) -> list[Any]:
             manager_of(f"case_{number}", address[0], case.fragments is None) as manager,
             case.theirs(local_sgd, manager, theirs, optimizer),
         ):
-            other = steps_of(rank, theirs, optimizer)
+            other = loops.trained(theirs, optimizer, rank, STEPS)
         dist.barrier()
         if lighthouse is not None:
             lighthouse.shutdown()

@@ -29,7 +29,9 @@ from cocod_accel.checkpoint.files import (
     MANIFEST,
     CheckpointError,
     check_files,
+    check_loadable,
     checkpoints_in,
+    described,
     read_manifest,
     worker_file,
 )
@@ -134,7 +136,7 @@ class Checkpoints:
                     self._is_saving = False
             else:
                 self._save_hook([], [], str(temporary))
-            return {"weight": self._sync.weight, **_described(temporary / worker_file(self._rank))}
+            return {"weight": self._sync.weight, **described(temporary / worker_file(self._rank))}
 
         def publish(reports: list[dict[str, Any]]) -> None:
             if self._rank != 0:
@@ -146,7 +148,7 @@ class Checkpoints:
             for path in sorted(temporary.iterdir()):
                 if path.name not in files:
                     packing.flush(path)
-                    files[path.name] = _described(path)
+                    files[path.name] = described(path)
             manifest = {
                 "version": _VERSION,
                 "algorithm": self._sync.algorithm,
@@ -295,7 +297,7 @@ class Checkpoints:
             if extra:
                 raise ValueError(f"holds files that were not written with it: {', '.join(sorted(extra))}")
         for name in self._of_accelerate(manifest):
-            _check_loadable(path / name)
+            check_loadable(path / name)
         saved, attached = manifest["algorithm"], self._sync.algorithm
         if saved != attached:
             raise ValueError(f"was saved with {saved}, but {attached} is attached")
@@ -426,10 +428,6 @@ class Checkpoints:
         return found[0] if found else None
 
 
-def _described(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
-
-
 def _disagreement(checked: Sequence[tuple[Any, Any, Any, int]], agree: Callable[[list[Any]], object]) -> str | None:
     """Why the states of the workers are not of one moment, in words; None: they are."""
     rounds = [done for *_, done in checked]
@@ -440,15 +438,6 @@ def _disagreement(checked: Sequence[tuple[Any, Any, Any, int]], agree: Callable[
     except ValueError as error:
         return str(error)
     return None
-
-
-def _check_loadable(path: Path) -> None:
-    from accelerate.utils.other import load as load_restricted
-
-    try:
-        load_restricted(path, map_location="meta", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from error
 
 
 def _packable(state: Any) -> Any:

@@ -62,3 +62,18 @@ def check_files(path: Path, manifest: dict[str, Any], names: set[str]) -> None:
 def worker_file(rank: int | str) -> str:
     """Its name in a checkpoint."""
     return f"worker_{rank}.safetensors"
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "blake2b": packing.digest(path)}
+
+
+def check_loadable(path: Path) -> None:
+    """Whether a file that accelerate writes holds tensors and numbers alone."""
+    from accelerate.utils.other import load as load_restricted
+
+    try:
+        load_restricted(path, map_location="meta", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from error

@@ -17,13 +17,13 @@ from cocod_accel.config.loading import load_config, merged_config
 from cocod_accel.config.settings import AlgorithmConfig, Config
 from cocod_accel.config.strict import ConfigError
 from cocod_accel.plan.candidates import Candidate, best_algorithm, soonest
-from cocod_accel.plan.findings import ALIKE, alike
 from cocod_accel.plan.learned import learned, span_of
+from cocod_accel.plan.reasons import is_uneven, runs, why_batches, why_period
 from cocod_accel.simulator.cluster import Cluster
 from cocod_accel.simulator.simulate import Simulated, configured, expected_times, simulate
 from cocod_accel.tasks import task_facts
 from cocod_accel.theory import PAPER_PERIOD, StepTimes, paper_period_bound
-from cocod_accel.theory.hiding import AUTO, CODES, LOSS, MARGIN, Choice, choose, hiding_delay, lost_share
+from cocod_accel.theory.hiding import AUTO, CODES, Choice, choose, hiding_delay, lost_share
 from cocod_accel.trainer.work import Work
 
 #: Steps of a simulation at least, and rounds.
@@ -135,10 +135,10 @@ def advise(cluster: Cluster, arguments: Sequence[str], counts: Sequence[int] | N
             why_code += f"; {taken.step_bytes / 1e6:.3f} MB a step, where S-SGD sends {ssgd.step_bytes / 1e6:.3f}"
         advice.reasons.append(("payload", taken.payload, why_code))
     if not kind.reduces_gradients:
-        advice.reasons.append(("period", str(taken.period), _why_period(advice.times, taken, planner.fragments)))
+        advice.reasons.append(("period", str(taken.period), why_period(advice.times, taken, planner.fragments)))
     if taken.delay is not None:
         advice.reasons.append(("delay", str(taken.delay), "a mean is merged as soon as it can have arrived"))
-    advice.reasons.append(("batches", _runs(work.plan.batches), _why_batches(cluster, config)))
+    advice.reasons.append(("batches", runs(work.plan.batches), why_batches(cluster, config)))
     scaled = f"{rate:g} of one worker times {factor:g} (Remark 4 of the paper), after the warm-up"
     unscaled = "optimizer.scale_learning_rate is off"
     why_rate = scaled if config.optimizer.scale_learning_rate else unscaled
@@ -414,56 +414,9 @@ def _value(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def is_uneven(cluster: Cluster) -> bool:
-    """Whether proportional sampling is worth it: speeds differ by more than 5%, and by more than their jitter."""
-    by_speed = sorted(cluster.workers, key=lambda group: group.speed)
-    slowest, fastest = by_speed[0], by_speed[-1]
-    return not alike(slowest.speed, fastest.speed, slowest.jitter, fastest.jitter)
-
-
 def _num_steps(config: Config) -> int:
     """Of worker 0 in the whole run."""
     return sum(Work.of(config, task_facts(config).num_train, 0).steps)
-
-
-def _why_period(times: StepTimes, taken: Candidate, least: int) -> str:
-    facts = f"a step takes {1e3 * times.compute_seconds:.1f} ms, an average {1e3 * times.comm_seconds:.1f} ms"
-    if taken.algorithm != "cocod":  # which waits for it in every round
-        waits = (times.comm_seconds + times.coding_seconds) / (taken.period * times.compute_seconds)
-        return f"{facts}: the paper's; steps are {waits:.0%} longer for it"
-    if times.coding_seconds:
-        facts += f" and its coding {1e3 * times.coding_seconds:.1f} ms"
-    under = f" while computing goes on at {1 - times.interference:.0%}" if times.interference else ""
-    hides = f"the smallest that hides it, with {MARGIN:.0%} to spare"
-    if (taken.delay or taken.period) < hiding_delay(times):
-        hides = f"{hiding_delay(times)} would hide it, but cost more steps than it saves time"
-    elif taken.period > max(least, hiding_delay(times)):
-        hides = f"{hiding_delay(times)} hides it, and with it coding takes at most {LOSS:.0%} of a step"
-    lost = lost_share(times, taken.period)
-    return f"{facts}{under}: {hides}" + (f"; steps are {lost:.0%} longer" if lost >= 0.005 else "")
-
-
-def _why_batches(cluster: Cluster, config: Config) -> str:
-    if config.cluster.proportional:
-        return f"proportional to speeds, which differ by {max(cluster.speeds()) / min(cluster.speeds()) - 1:.0%}"
-    if is_uneven(cluster):
-        return f"equal: {config.algorithm.name} gives faster workers more steps instead"
-    speeds = cluster.speeds()
-    if max(speeds) > (1 + ALIKE) * min(speeds):
-        jitter = max(group.jitter for group in cluster.workers)
-        return f"equal: speeds differ by {max(speeds) / min(speeds) - 1:.0%}, less than their jitter of {jitter:.0%}"
-    return f"equal: speeds differ by less than {ALIKE:.0%}"
-
-
-def _runs(batches: Sequence[int]) -> str:
-    """4 x 32, 4 x 48 for what would fill lines."""
-    runs: list[list[int]] = []
-    for batch in batches:
-        if runs and runs[-1][1] == batch:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, batch])
-    return ", ".join(f"{count} x {batch}" for count, batch in runs)
 
 
 def _number(value: float) -> str:
